@@ -1,0 +1,286 @@
+"""The LoGRA step: sketch → direction → size → predicted KL → scale → apply.
+
+`LoGRA.step` is the method on one page. It decides everything before it changes anything: a
+skipped step leaves weights, moments, draw and t as they were, and empties the sketch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra_lab import kl
+from logra_lab.errors import InputError, LograError
+from logra_lab.rowadam import NonFiniteSketch, row_moment, row_scale
+from logra_lab.sketch import TARGETS, Sketch
+
+
+class ZeroSketch(LograError):
+    """Nothing to step along."""
+
+
+@dataclass(frozen=True)
+class KLControl:
+    """How the step is governed. method: see `kl.predict`; ``off`` runs no probe (no budget then).
+
+    With `budget=None` the step keeps its proposed size; a probe then only reports.
+    """
+
+    budget: kl.Budget | None = None
+    alpha_max: float = 3.0
+    method: str = "auto"
+    temperature: float = 1.0
+    subtract_mismatch: bool = False
+    measure: bool = True  # realised KL after the step, on the probe's positions
+
+    def __post_init__(self) -> None:
+        if self.method not in kl.METHODS:
+            raise InputError(f"KL probe {self.method!r} is unknown; expected one of {kl.METHODS}")
+        if self.budget is not None and self.method == "off":
+            raise InputError("a KL budget needs a probe: method='off' goes with budget=None only")
+        if not (self.alpha_max > 0 and self.temperature > 0):
+            raise InputError(f"{self}: alpha_max and temperature must be positive")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did. `skipped` is None or the reason; KL in nats per generated token."""
+
+    t: int
+    skipped: str | None = None
+    sketch_norm: float = 0.0
+    update_norm: float = 0.0  # √Σ‖U_l A_l‖²
+    update_ratio: float = 0.0  # the same over √Σ‖W_l‖²
+    alpha: float | None = None
+    kl_method: str | None = None
+    kl_predicted_full: float | None = None
+    kl_predicted: float | None = None
+    kl_realised: float | None = None
+    kl_budget: float | None = None
+    mismatch: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class LoGRA:
+    """Post-train a model's target linears from rank-r gradient sketches.
+
+    >>> opt = LoGRA(model, rank=64)          # freezes the model and attaches the sketches
+    >>> loss_of(model).backward()            # any number of microbatches
+    >>> report = opt.step()                  # or opt.step(probe) under a KL budget
+
+    Args:
+        rank, seed, targets, share_inputs, projection: see `Sketch`.
+        refresh: redraw A after each update (default), or keep the draw 0.
+        update_ratio: ρ, the proposed ‖update‖ over ‖weights‖, all targets together.
+        beta2, eps, variant: see `rowadam`. control: see `KLControl`.
+
+    Raises `InputError` for what `Sketch` refuses and for weights below float32 (a step is far
+    smaller than half a unit in the last place of bfloat16, and would be lost).
+    Memory: Σd·r sketch numbers, which become D and U in place, and Σd moments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rank: int = 64,
+        seed: int = 0,
+        targets: Sequence[str] = TARGETS,
+        share_inputs: bool = True,
+        projection: str = "sign",
+        refresh: bool = True,
+        update_ratio: float = 6e-5,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        variant: str = "norm_preserving",
+        control: KLControl | None = None,
+    ) -> None:
+        if not (update_ratio > 0 and math.isfinite(update_ratio)):
+            raise InputError(f"update_ratio is {update_ratio}: expected a positive number")
+        self.refresh, self.rho, self.beta2, self.eps = refresh, update_ratio, beta2, eps
+        self.variant, self.control = variant, control or KLControl(method="off")
+        self.t = 0
+        self.sketch = Sketch(
+            model,
+            rank,
+            seed=seed,
+            draw=self.draw,
+            targets=targets,
+            share_inputs=share_inputs,
+            projection=projection,
+        )
+        for path, layer in self.sketch.layers.items():
+            if layer.module.weight.dtype not in (torch.float32, torch.float64):
+                self.sketch.remove()
+                raise InputError(
+                    f"layer {path!r} is {layer.module.weight.dtype}: updates need float32 weights; "
+                    "load the model with dtype=torch.float32 (autocast may compute in bfloat16)"
+                )
+        self.v = torch.zeros(self.sketch.flat.shape[0], dtype=self.sketch.flat.dtype)
+        self.v = self.v.to(self.sketch.flat.device)
+        self.mismatch = kl.Mismatch()
+        self.fd_hint: float | None = None
+
+    @property
+    def draw(self) -> int:
+        """Draw of the update being accumulated: its 1-based number, or 0 when A is fixed."""
+        return self.t + 1 if self.refresh else 0
+
+    @torch.no_grad()
+    def step(
+        self,
+        probe: kl.Forward | Sequence[kl.Forward] | None = None,
+        *,
+        gap: float | None = None,
+    ) -> StepReport:
+        """Apply one update from the accumulated sketch, or skip it and say why.
+
+        Args:
+            probe: logits of generated positions, see `kl.predict`; needed under a budget.
+            gap: mean logp_rollout − logp_trainer, for `subtract_mismatch`.
+        """
+        control, sketch, t = self.control, self.sketch, self.t + 1
+        if control.budget is not None and probe is None:
+            raise InputError("a KL budget needs a probe: call step(probe) with a logits function")
+        try:
+            sketch_norm, update_norm, weight_norm, v = self._propose(t)
+            mismatch = kl.Mismatch(self.mismatch.m)
+            if control.subtract_mismatch and gap is not None:
+                mismatch.update(gap)
+            delta = None if control.budget is None else mismatch.budget(control.budget(t))
+            seen, alpha = None, 1.0
+            if probe is not None and control.method != "off":
+                seen = kl.predict(
+                    sketch,
+                    sketch.flat,
+                    probe,
+                    temperature=control.temperature,
+                    method=control.method,
+                    hint=self.fd_hint,
+                )
+                alpha = kl.step_scale(seen.kl, delta, control.alpha_max)
+        except (NonFiniteSketch, ZeroSketch, kl.BadPrediction) as reason:
+            sketch.zero_()
+            return StepReport(t=self.t, skipped=str(reason))
+        except BaseException:
+            sketch.zero_()  # it may hold half a proposal
+            raise
+        before = seen and control.measure and (seen.logits or self._logits(probe))
+
+        U = sketch.flat.mul_(alpha)  # the sketch's own memory, twice reused
+        for layer in sketch.layers.values():
+            layer.site.projection.subtract_(layer.module.weight, U[layer.rows])
+
+        self.v, self.t, self.mismatch = v, t, mismatch
+        sketch.zero_()
+        sketch.redraw(self.draw)
+        self.fd_hint = seen.hint if seen else None
+        return StepReport(
+            t=t,
+            sketch_norm=sketch_norm,
+            update_norm=alpha * update_norm,
+            update_ratio=alpha * update_norm / weight_norm,
+            alpha=alpha,
+            kl_method=seen.method if seen else None,
+            kl_predicted_full=seen.kl if seen else None,
+            kl_predicted=alpha**2 * seen.kl if seen else None,
+            kl_realised=self._realised(before, probe) if before else None,
+            kl_budget=delta,
+            mismatch=mismatch.m if control.subtract_mismatch else None,
+        )
+
+    def _propose(self, t: int) -> tuple[float, float, float, Tensor]:
+        """Turn the sketch into the proposal of size ρ, in place; return the norms and the next v.
+
+        √Σ‖D_l A_l‖² comes from the r × r Gram matrices, so no D A is formed.
+        """
+        sketch = self.sketch
+        sketch_norm = torch.linalg.vector_norm(sketch.flat).item()
+        if sketch_norm == 0:
+            raise ZeroSketch("the sketch is zero in every layer: no gradient arrived")
+        v = row_moment(self.v, sketch.flat, self.beta2)
+        scale = torch.empty_like(v)
+        for path, layer in sketch.layers.items():
+            scale[layer.rows] = row_scale(
+                v[layer.rows],
+                layer.S,
+                t,
+                beta2=self.beta2,
+                eps=self.eps,
+                variant=self.variant,
+                name=f"layer {path!r}",
+            )
+        D = sketch.flat.mul_(scale[:, None])
+        update, weight = 0.0, 0.0
+        grams: dict[str, Tensor] = {}
+        for layer in sketch.layers.values():
+            if layer.site.path not in grams:
+                grams[layer.site.path] = layer.site.projection.gram(D.dtype, D.device)
+            block = D[layer.rows]
+            update += torch.sum((block @ grams[layer.site.path]).mul_(block)).item()
+            weight += torch.linalg.vector_norm(layer.module.weight).item() ** 2
+        if not (math.isfinite(update) and math.isfinite(weight)):
+            raise NonFiniteSketch(f"the update has norm² {update}, the weights {weight}")
+        if update <= 0 or weight <= 0:
+            raise ZeroSketch(f"nothing to scale: ‖D A‖² is {update}, ‖W‖² is {weight}")
+        D.mul_(self.rho * math.sqrt(weight / update))
+        return sketch_norm, self.rho * math.sqrt(weight), math.sqrt(weight), v
+
+    def _logits(self, probe: Any) -> list[Tensor]:
+        with self.sketch.paused():
+            return [forward() for forward in ([probe] if callable(probe) else probe)]
+
+    def _realised(self, before: list[Tensor], probe: Any) -> float:
+        temperature = self.control.temperature
+        values = [
+            kl.realised_kl(old, new, temperature)
+            for old, new in zip(before, self._logits(probe), strict=True)
+        ]
+        return torch.cat(values).double().mean().item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values; with the weights, all that a resumed run needs."""
+        return {
+            "t": self.t,
+            "v": self.v.clone(),
+            "mismatch": self.mismatch.m,
+            "fd_hint": self.fd_hint,
+            "fixed": self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; `InputError` names any difference in layers, rank, seed or scheme."""
+        mine, theirs = self._identity(), state["fixed"]
+        for key, value in mine.items():
+            if theirs.get(key) != value:
+                raise InputError(
+                    f"checkpoint does not fit: {key} is {_short(theirs.get(key))} there and "
+                    f"{_short(value)} here; resume with the settings of the checkpoint"
+                )
+        self.v.copy_(state["v"])
+        self.t, self.fd_hint = state["t"], state["fd_hint"]
+        self.mismatch = kl.Mismatch(state["mismatch"])
+        self.sketch.zero_()
+        self.sketch.redraw(self.draw)
+
+    def _identity(self) -> dict[str, Any]:
+        sketch = self.sketch
+        return {
+            "layers": [f"{path}:{layer.S.shape[0]}" for path, layer in sketch.layers.items()],
+            "sites": [site.path for site in sketch.sites],
+            "rank": sketch.rank,
+            "seed": sketch.seed,
+            "projection": sketch.kind,
+            "refresh": self.refresh,
+            "variant": self.variant,
+        }
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 120 else text[:117] + "..."

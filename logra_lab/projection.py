@@ -1,0 +1,172 @@
+"""The projection A: a pure function of (seed, draw, path), regenerated wherever it is needed.
+
+Nothing stores A. Every consumer (the forward pass, the KL probe, the weight update, an engine on
+another machine) rebuilds the entries it needs from a few integers, and gets the same bits.
+
+    A[i, j] = ±1/√r,   sign from Philox4x32-10 with
+        key     = the 8 bytes of blake2b(f"{seed}:{draw}:{path}", digest_size=8), little-endian
+        counter = (j, i // 128, domain, scheme version)
+        bit       i % 32 of output word (i % 128) // 32;   1 means +
+
+One Philox call gives 128 signs of one column. The signs depend on neither r nor k: a smaller rank
+is a prefix of a larger one, and any slice is cut without drawing the rest.
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from logra_lab.errors import InputError
+
+SCHEME_VERSION = 1
+# Third counter word: which stream of random numbers a call belongs to.
+DOMAIN_SIGNS, DOMAIN_ROUNDING, DOMAIN_GAUSSIAN, DOMAIN_SAMPLING = 0, 1, 2, 3
+KINDS = ("sign", "gaussian")
+# Wrappers that torch inserts into module paths; a layer keeps its key with and without them.
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_BLOCK = 128  # signs per Philox call
+
+
+def canonical_path(path: str) -> str:
+    """The module path without wrapper parts: ``_orig_mod.layers.0`` → ``layers.0``."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def key_of(text: str) -> tuple[int, int]:
+    """Philox key of a text: 8 bytes of BLAKE2b as two little-endian words, low word first."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def philox4x32(
+    counter: Int64[Tensor, "4 *n"], key: tuple[int | Tensor, int | Tensor]
+) -> Int64[Tensor, "4 *n"]:
+    """Philox4x32-10: four random 32-bit words for each 128-bit counter.
+
+    Words are unsigned 32-bit values held in int64, since torch's unsigned types lack the
+    arithmetic; a product's upper half survives the signed wrap-around. The key words are integers
+    or tensors that broadcast against the counters. Cost: about 100 elementwise operations.
+    """
+    c0, c1, c2, c3 = counter.unbind(0)
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0
+        c2 = ((p0 >> 32) & _MASK) ^ c3 ^ k1
+        c1, c3 = p1 & _MASK, p0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return torch.stack([c0, c1, c2, c3])
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A [r, k] for one layer input at one draw; immutable, a few integers, rebuilt on demand.
+
+    Args:
+        path: module path of the (first) layer that reads the input, see `canonical_path`.
+        k: input features. rank: rows r, 1 ≤ r ≤ k.
+        seed, draw: the run's seed and the update number (a constant when A is held fixed).
+        kind: ``"sign"`` (the contract above) or ``"gaussian"`` (entries N(0, 1/r), an ablation:
+            logarithms and cosines may differ in the last bit between devices).
+
+    Raises `InputError` for a rank outside 1..k or an unknown kind. Memory: r·k/8 bytes of packed
+    sign bits while the object lives; A itself exists only inside a call.
+    """
+
+    path: str
+    k: int
+    rank: int
+    seed: int = 0
+    draw: int = 0
+    kind: str = "sign"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= self.k:
+            raise InputError(
+                f"rank {self.rank} does not fit layer {self.path!r}: expected 1 ≤ rank ≤ "
+                f"{self.k} (its input features); choose a smaller rank or other targets"
+            )
+        if self.kind not in KINDS:
+            raise InputError(f"projection {self.kind!r} is unknown; expected one of {KINDS}")
+
+    @property
+    def scale(self) -> float:
+        """1/√r: A = scale · unit, so that E[AᵀA] = I."""
+        return 1 / math.sqrt(self.rank)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return key_of(f"{self.seed}:{self.draw}:{self.path}")
+
+    @cached_property
+    def words(self) -> Int32[Tensor, "words k"]:
+        """Packed sign bits: row i of A is bit i % 32 of word i // 32."""
+        return self.words_of(0, self.k)
+
+    def words_of(self, start: int, stop: int) -> Int32[Tensor, "words columns"]:
+        """Packed sign bits of columns start to stop (any below 2³²), without drawing the rest."""
+        blocks = -(-self.rank // _BLOCK)
+        column = torch.arange(start, stop).expand(blocks, -1)
+        block = torch.arange(blocks)[:, None].expand_as(column)
+        out = philox4x32(torch.stack([column, block, *_stream(DOMAIN_SIGNS, column)]), self.key)
+        words = out.transpose(0, 1).reshape(4 * blocks, stop - start)[: -(-self.rank // 32)]
+        return ((words ^ 0x80000000) - 0x80000000).to(torch.int32)  # same bits, signed
+
+    def unit(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Float[Tensor, "r k"]:
+        """√r · A: signs ±1 (exact in every float type) or standard normals."""
+        if self.kind == "gaussian":
+            return self._normals().to(device, dtype)
+        words = self.words.to(device)[:, None, :]
+        shift = torch.arange(31, -1, -1, dtype=torch.int32, device=device)[:, None]
+        # The wanted bit becomes the sign bit of a float32 whose other bits spell 1.0.
+        bits = (words << shift).bitwise_not_().bitwise_and_(-0x80000000).bitwise_or_(0x3F800000)
+        return bits.view(torch.float32).reshape(-1, self.k)[: self.rank].to(dtype)
+
+    def matrix(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Float[Tensor, "r k"]:
+        """A itself, for teaching and tests."""
+        return self.unit(dtype, device).mul_(self.scale)
+
+    def project(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch r"]:
+        """P = X Aᵀ in the type of X. Cost: 2·n·k·r FLOPs and one transient A."""
+        return (x @ self.unit(x.dtype, x.device).T).mul_(self.scale)
+
+    def gram(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Float[Tensor, "r r"]:
+        """A Aᵀ, so that ‖D A‖² = ⟨D (A Aᵀ), D⟩ costs r×r numbers instead of D A."""
+        unit = self.unit(dtype, device)
+        return (unit @ unit.T).mul_(1 / self.rank)
+
+    def subtract_(self, weight: Float[Tensor, "d k"], factor: Float[Tensor, "d r"]) -> None:
+        """W ← W − U A in place. Cost: 2·d·k·r FLOPs, one pass over W, no [d, k] temporary."""
+        unit = self.unit(weight.dtype, weight.device)
+        weight.addmm_(factor.to(weight.dtype), unit, alpha=-self.scale)
+
+    def _normals(self) -> Tensor:
+        """Box–Muller on 2 × 2 words per call: rows 4b to 4b+3 of a column; same prefix rule."""
+        blocks = -(-self.rank // 4)
+        column = torch.arange(self.k).expand(blocks, -1)
+        block = torch.arange(blocks)[:, None].expand_as(column)
+        counter = torch.stack([column, block, *_stream(DOMAIN_GAUSSIAN, column)])
+        u = (philox4x32(counter, self.key).double() + 0.5) / 2**32  # in (0, 1): log is finite
+        radius, angle = (-2 * u[0::2].log()).sqrt(), 2 * math.pi * u[1::2]
+        pairs = torch.stack([radius * angle.cos(), radius * angle.sin()])  # [2, 2, blocks, k]
+        return pairs.permute(2, 1, 0, 3).reshape(4 * blocks, self.k)[: self.rank]
+
+
+def _stream(domain: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.full_like(like, domain), torch.full_like(like, SCHEME_VERSION)

@@ -1,0 +1,81 @@
+"""RowAdam: from a sketch S to a direction D, with one second moment per output row.
+
+The moment belongs to an output row, not to a sketch column, so it survives a redraw of A.
+
+    v_i ← β₂ v_i + (1 − β₂) · mean_j S_ij²        v̂_i = v_i / (1 − β₂ᵗ)
+    plain:            D_i = S_i / (√v̂_i + ε)
+    norm_preserving:  D_i ∝ S_i / (√v̂_i + max(ε·mean √v̂, tiny)),  scaled to ‖D‖ = ‖S‖ per layer
+
+Source: LoGRA (arXiv:2610.06647); the second variant is the one of its main runs.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from logra_lab.errors import InputError, LograError
+
+VARIANTS = ("norm_preserving", "plain")
+
+
+class NonFiniteSketch(LograError):
+    """A sketch holds inf or nan; the message names the layer. Nothing was changed."""
+
+
+def row_moment(
+    v: Float[Tensor, "d"], S: Float[Tensor, "d r"], beta2: float = 0.95
+) -> Float[Tensor, "d"]:
+    """The next v. Returned, not stored, so that a skipped step leaves the old one."""
+    mean_square = torch.linalg.vector_norm(S, dim=1).square() / S.shape[1]
+    return torch.lerp(mean_square, v, beta2)
+
+
+def row_scale(
+    v: Float[Tensor, "d"],
+    S: Float[Tensor, "d r"],
+    t: int,
+    *,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    variant: str = "norm_preserving",
+    name: str = "layer",
+) -> Float[Tensor, "d"]:
+    """Row factors s with D = s[:, None] * S, for the already updated moment v of update t ≥ 1.
+
+    A zero sketch gets finite factors and so a zero direction. Raises `NonFiniteSketch` naming
+    `name`, and `InputError` for an unknown variant. Cost: one read of S, no [d, r] temporary.
+    """
+    if variant not in VARIANTS:
+        raise InputError(f"RowAdam variant {variant!r} is unknown; expected one of {VARIANTS}")
+    row_norm = torch.linalg.vector_norm(S, dim=1).double()
+    norm = torch.linalg.vector_norm(row_norm)
+    if not torch.isfinite(norm):
+        raise NonFiniteSketch(
+            f"the sketch of {name} is not finite (norm {norm.item()}): weights and state are "
+            "unchanged; look for inf or nan in the loss, or a learning signal that exploded"
+        )
+    root = (v.double() / (1 - beta2**t)).sqrt()
+    if variant == "plain":
+        return (1 / (root + eps)).to(S.dtype)
+    # In float64: 1/tiny of float32 must survive being squared.
+    tiny = torch.finfo(torch.float32).tiny
+    s = 1 / (root + (eps * root.mean()).clamp_min(tiny))
+    s = s / s.square().mean().sqrt()
+    new_norm = torch.linalg.vector_norm(s * row_norm)
+    return (s * (norm / new_norm if new_norm > 0 else 1.0)).to(S.dtype)
+
+
+def row_adam(
+    S: Float[Tensor, "d r"],
+    v: Float[Tensor, "d"],
+    t: int = 1,
+    *,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    variant: str = "norm_preserving",
+    name: str = "layer",
+) -> tuple[Float[Tensor, "d r"], Float[Tensor, "d"]]:
+    """One RowAdam step on one layer: (D, new v), leaving S and v as they were."""
+    v = row_moment(v, S, beta2)
+    s = row_scale(v, S, t, beta2=beta2, eps=eps, variant=variant, name=name)
+    return S * s[:, None], v

@@ -1,0 +1,243 @@
+"""The sketch S = Hᵀ(X Aᵀ): what a layer keeps of its gradient.
+
+`Sketch(model, rank)` freezes the model and puts a forward hook on every target linear. The hook
+is the identity on the layer's output; it saves P = X Aᵀ [n, r], and its backward adds Hᵀ P to S.
+The layer itself runs unchanged, and since its weight is frozen, autograd keeps no X for it and
+never forms G = Hᵀ X. Accumulation happens in backward, so a forward that activation checkpointing
+repeats still counts each token once.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from logra_lab.errors import InputError
+from logra_lab.projection import Projection, canonical_path
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Siblings that read one activation share one A and one P (4 saved projections a block, not 7).
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass
+class Site:
+    """One layer input: the projection its readers share, and P of the forward under way."""
+
+    path: str
+    k: int
+    projection: Projection
+    readers: list[str] = field(default_factory=list)
+    _last: tuple["weakref.ref[Tensor]", int, Tensor] | None = None
+
+    def project(self, x: Tensor, dtype: torch.dtype, reader: str) -> Tensor:
+        """P = X Aᵀ, computed by the first reader of an activation and handed to the others."""
+        if self._last is not None:
+            ref, version, p = self._last
+            if ref() is x and version == x._version and p.dtype == dtype:
+                if reader == self.readers[-1]:
+                    self._last = None  # the last reader: let the graph alone own P
+                return p
+        p = self.projection.project(x.detach().to(dtype))
+        shared = len(self.readers) > 1 and reader != self.readers[-1]
+        self._last = (weakref.ref(x), x._version, p) if shared else None
+        return p
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A target: its module, its rows of the flat sketch, and the input it reads."""
+
+    path: str
+    module: nn.Linear
+    S: Float[Tensor, "d r"]
+    rows: slice
+    site: Site
+
+
+class _Accumulate(torch.autograd.Function):
+    """Identity on the output; backward adds Hᵀ P to S.
+
+    `anchor` is a scalar that requires grad: it keeps the node alive where nothing below the
+    layer does (the first block of a frozen model), and never receives a gradient.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, P: Tensor, anchor: Tensor, S: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        _, P, _, S = inputs
+        ctx.save_for_backward(P)
+        ctx.S = S
+
+    @staticmethod
+    def backward(ctx, H):  # type: ignore[no-untyped-def, override]
+        (P,) = ctx.saved_tensors
+        S = ctx.S
+        rows = H.reshape(-1, S.shape[0]).to(S.dtype)
+        S.addmm_(rows.T, P.reshape(-1, S.shape[1]).to(S.dtype))
+        return H, None, None, None
+
+    @staticmethod
+    def jvp(ctx, y_tangent, *_):  # type: ignore[no-untyped-def, override]
+        return None if y_tangent is None else y_tangent.view_as(y_tangent)
+
+
+class Sketch:
+    """Attach rank-r gradient sketches to the target linears of any module.
+
+    Args:
+        model: any module; every parameter is frozen until `remove()` restores the old flags.
+        rank: r, at most the input features of every target.
+        targets: last path components (``"q_proj"``) or full paths of `nn.Linear` modules.
+        share_inputs: one A for q/k/v and one for gate/up (default), or one A per matrix.
+        projection: ``"sign"`` or ``"gaussian"``. seed, draw: see `Projection`.
+
+    Raises `InputError` for an unknown, tied, quantised or missing target and for a rank that does
+    not fit. Memory: `flat`, Σd·r numbers (float32; float64 for a float64 model); P per forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        *,
+        seed: int = 0,
+        draw: int = 0,
+        targets: Sequence[str] = TARGETS,
+        share_inputs: bool = True,
+        projection: str = "sign",
+    ) -> None:
+        self.model, self.rank, self.seed, self.kind = model, rank, seed, projection
+        modules = find_targets(model, targets)
+        first = next(iter(modules.values())).weight
+        sites: dict[str, Site] = {}
+        for path, module in modules.items():
+            key = _shared_key(path) if share_inputs else path
+            if key not in sites:
+                sites[key] = Site(path, module.in_features, self._projection(path, module, draw))
+            sites[key].readers.append(path)
+        rows = sum(module.out_features for module in modules.values())
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        #: All sketches, one below the other: a row of `flat` is a row of some S.
+        self.flat: Float[Tensor, "rows r"] = torch.zeros(
+            rows, rank, dtype=dtype, device=first.device
+        )
+        self.sites = list(sites.values())
+        self.layers: dict[str, Layer] = {}
+        start = 0
+        for path, module in modules.items():
+            span = slice(start, start := start + module.out_features)
+            site = sites[_shared_key(path) if share_inputs else path]
+            self.layers[path] = Layer(path, module, self.flat[span], span, site)
+        self._anchor = torch.zeros((), device=first.device, requires_grad=True)
+        self._active = True
+        self._flags = {p: p.requires_grad for p in model.parameters()}
+        model.requires_grad_(False)
+        self._handles = [
+            layer.module.register_forward_hook(self._hook(layer), with_kwargs=True)
+            for layer in self.layers.values()
+        ]
+
+    def redraw(self, draw: int) -> None:
+        """Use the projections of another draw; the sketch must be empty (call `zero_` first)."""
+        for site in self.sites:
+            module = self.layers[site.readers[0]].module
+            site.projection = self._projection(site.path, module, draw)
+
+    def zero_(self) -> None:
+        """Forget the accumulated gradient."""
+        self.flat.zero_()
+        for site in self.sites:
+            site._last = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward passes inside leave no trace in the sketch."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def remove(self) -> None:
+        """Take the hooks off and give every parameter its old `requires_grad`."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, flag in self._flags.items():
+            parameter.requires_grad_(flag)
+
+    def _projection(self, path: str, module: nn.Linear, draw: int) -> Projection:
+        key = canonical_path(path)
+        return Projection(key, module.in_features, self.rank, self.seed, draw, self.kind)
+
+    def _hook(self, layer: Layer):  # type: ignore[no-untyped-def]
+        def hook(module, args, kwargs, output):  # type: ignore[no-untyped-def]
+            if not (self._active and torch.is_grad_enabled()):
+                return None
+            x = args[0] if args else kwargs["input"]
+            # output.dtype is what the layer really computed in, autocast included
+            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+                P = layer.site.project(x, output.dtype, layer.path)
+            return _Accumulate.apply(output, P, self._anchor, layer.S)
+
+        return hook
+
+
+def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The target linears by path, in module order; `InputError` names what cannot be used."""
+    named = dict(model.named_modules())
+    linears = {n: m for n, m in named.items() if isinstance(m, nn.Linear)}
+    short = sorted({n.rsplit(".", 1)[-1] for n in linears})
+    found: dict[str, nn.Linear] = {}
+    used: set[str] = set()
+    for name, module in named.items():
+        hits = {name, name.rsplit(".", 1)[-1]} & set(targets)
+        if not hits or not (isinstance(module, nn.Linear) or hasattr(module, "weight")):
+            continue
+        used |= hits
+        _check_usable(name, module)
+        found[name] = module  # type: ignore[assignment]
+    missing = [t for t in targets if t not in used]
+    if not found or (missing and tuple(targets) != TARGETS):
+        raise InputError(
+            f"targets {missing} name no linear layer of {type(model).__name__}; its linear layers "
+            f"are {short or 'none'}: name some of these in targets="
+        )
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter.data_ptr() or id(parameter), []).append(name)
+    for name, module in found.items():
+        holders = owners[module.weight.data_ptr() or id(module.weight)]
+        if len(holders) > 1:
+            raise InputError(
+                f"target {name!r} shares its weight with {[h for h in holders if h != name]}: an "
+                "update would change both; untie them or leave it out of targets"
+            )
+    return found
+
+
+def _check_usable(name: str, module: nn.Module) -> None:
+    weight = getattr(module, "weight", None)
+    shape = (getattr(module, "out_features", -1), getattr(module, "in_features", -1))
+    dense = isinstance(weight, Tensor) and weight.is_floating_point() and weight.element_size() > 1
+    if not isinstance(module, nn.Linear) or not dense or tuple(weight.shape) != shape:
+        kind = f"{type(module).__name__} with weight {getattr(weight, 'dtype', type(weight))}"
+        raise InputError(
+            f"target {name!r} is {kind}: expected nn.Linear with an unquantised floating-point "
+            "weight [d, k]; load the model without quantisation or leave it out of targets"
+        )
+
+
+def _shared_key(path: str) -> str:
+    parent, _, leaf = path.rpartition(".")
+    for siblings in SHARED_INPUTS:
+        if leaf in siblings:
+            return f"{parent}.{siblings[0]}*"
+    return path
