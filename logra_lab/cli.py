@@ -1,0 +1,138 @@
+"""The `logra-lab` command: `course`, `train`, `bench`.
+
+Exit status: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C. Errors are one line that says what
+to do. Whatever a subcommand needs is imported when it runs, so that `--help` is quick.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from logra_lab.errors import InputError, LograError
+
+BENCHES = "step probe policy llm sync kernels memory cluster faults peers".split()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except InputError as error:
+        return _complain(error, 2)
+    except LograError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        print("logra-lab: interrupted", file=sys.stderr)
+        return 130
+
+
+def _complain(error: LograError, status: int) -> int:
+    print("logra-lab: " + " ".join(str(error).split()), file=sys.stderr)
+    return status
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("logra-lab")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="logra-lab", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"logra-lab {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    course = commands.add_parser("course", help="run the notebooks headless")
+    course.add_argument("--preset", default="laptop", help="sizes (default: %(default)s)")
+    course.add_argument("--name", help="results go to RUNS/NAME (default: the preset's name)")
+    course.add_argument("--only", nargs="+", default=[], metavar="NN", help="beginnings of names")
+    course.add_argument(
+        "-p", dest="parameters", action="append", default=[], metavar="NAME=VALUE",
+        help="a notebook parameter; may be repeated",
+    )  # fmt: skip
+    course.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="limit of one cell, in seconds"
+    )
+    course.add_argument("--notebooks", type=Path, metavar="DIR", help="default: notebooks/")
+    course.add_argument("--runs", type=Path, metavar="DIR", help="default: runs/")
+    course.set_defaults(command=_course)
+
+    train = commands.add_parser("train", help="post-train a policy")
+    train.add_argument("--preset", default="laptop", help="sizes (default: %(default)s)")
+    train.add_argument("--policy", metavar="NAME", help="small, smollm2, a folder, or a hub id")
+    train.add_argument("--run-dir", type=Path, metavar="DIR", help="records and checkpoints")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="FIELD=VALUE",
+        help="a field of the training configuration; may be repeated",
+    )  # fmt: skip
+    train.set_defaults(command=_train)
+
+    bench = commands.add_parser("bench", help="measure, and compare with the stated bounds")
+    bench.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
+    bench.add_argument("--json", metavar="FILE", help="write the figures there; - for stdout")
+    bench.add_argument("--quick", action="store_true", help="small sizes, to try the machinery")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """`["a=1", "b=x"]` as a mapping.
+
+    Raises: InputError for an entry without `=` or a name given twice.
+    """
+    values: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise InputError(f"{option} {pair!r}: expected NAME=VALUE")
+        if name in values:
+            raise InputError(f"{option} {name!r} is given twice")
+        values[name] = value
+    return values
+
+
+def _course(args: argparse.Namespace) -> int:
+    texts = parse_pairs(args.parameters, "-p")
+    try:
+        from logra_lab.lab.course import prepare, run_course
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"the course needs {error.name}: pip install 'logra-lab[lab,rl]'"
+        ) from error
+    from logra_lab.lab.context import project_root
+
+    folder = args.notebooks or project_root() / "notebooks"
+    runs = args.runs or project_root() / "runs"
+    plan = prepare(
+        folder,
+        runs / (args.name or args.preset),
+        preset=args.preset,
+        only=args.only,
+        texts=texts,
+        limit_s=args.timeout,
+    )
+    return run_course(plan)
+
+
+def _train(args: argparse.Namespace) -> int:
+    settings = parse_pairs(args.settings, "--set")
+    from logra_lab.lab.presets import preset
+    from logra_lab.rl import loop
+
+    return loop.main(
+        preset(args.preset),
+        policy=args.policy,
+        run_dir=args.run_dir,
+        resume=args.resume,
+        settings=settings,
+    )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from logra_lab import bench
+
+    return bench.main(args.name, json_path=args.json, quick=args.quick)

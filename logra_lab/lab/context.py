@@ -1,0 +1,45 @@
+"""What the runner hands to a notebook's kernel: where its record, figures and log belong."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import logra_lab
+
+VARIABLE = "LOGRA_LAB_CONTEXT"
+
+
+@dataclass(frozen=True)
+class Context:
+    """Paths of one execution of one notebook; `token` ties its outputs to this execution."""
+
+    notebook: str
+    token: str
+    record: str
+    figures: str
+    log: str
+    guard: str
+
+
+def write_context(context: Context, path: Path) -> dict[str, str]:
+    """Write the hand-over file; returns the environment entry that names it."""
+    path.write_text(json.dumps(asdict(context)), encoding="utf-8")
+    return {VARIABLE: str(path)}
+
+
+def run_context() -> Context | None:
+    """The hand-over of the runner, or None in a notebook somebody opened by hand."""
+    path = os.environ.get(VARIABLE)
+    return Context(**json.loads(Path(path).read_text(encoding="utf-8"))) if path else None
+
+
+def project_root() -> Path:
+    """The repository of an editable install; otherwise the working directory."""
+    root = Path(logra_lab.__file__).resolve().parents[1]
+    return root if (root / "notebooks").is_dir() else Path.cwd()
+
+
+def interactive_folder() -> Path:
+    """Where records and figures go when no runner is involved."""
+    return project_root() / "runs" / "interactive"

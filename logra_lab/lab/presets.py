@@ -1,0 +1,128 @@
+"""One table of sizes: the same notebooks and the same loop, from a smoke test to eight GPUs."""
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from logra_lab.errors import InputError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Plain values that notebooks and the loop read; nothing in here is computed.
+
+    Units: `kl_start` and `kl_end` are nats per generated token (the annealed budget of a step);
+    `update_ratio` is rho, the norm of a proposed step over the norm of the target weights.
+    Shape letters are those of the method: a weight is `[d, k]`, activations `[n, k]`.
+    """
+
+    name: str
+    # The training run.
+    policy: str
+    task: str
+    steps: int
+    prompts_per_step: int
+    seeds: tuple[int, ...]
+    rank: int
+    update_ratio: float
+    kl_start: float
+    kl_end: float
+    max_new_tokens: int
+    temperature: float
+    eval_problems: int
+    # The one-matrix notebook.
+    d: int
+    k: int
+    n: int
+    ranks: tuple[int, ...]
+    draws: int
+
+
+_LAPTOP = Preset(
+    name="laptop",
+    policy="small",
+    task="sums",
+    steps=100,
+    prompts_per_step=256,
+    seeds=(0, 1, 2),
+    rank=32,
+    update_ratio=1e-3,
+    kl_start=5e-3,
+    kl_end=1e-3,
+    max_new_tokens=16,
+    temperature=1.0,
+    eval_problems=256,
+    d=4096,
+    k=4096,
+    n=512,
+    ranks=(4, 16, 64, 256),
+    draws=20,
+)
+
+# The published runs: rank 256, rho 6e-5, budget 2e-4 to 2e-5 over 300 updates (arXiv:2610.06647).
+_ONE_GPU = replace(
+    _LAPTOP,
+    name="one_gpu",
+    policy="Qwen/Qwen2.5-1.5B",
+    task="dapo_math",
+    steps=300,
+    prompts_per_step=256,
+    seeds=(0,),
+    rank=256,
+    update_ratio=6e-5,
+    kl_start=2e-4,
+    kl_end=2e-5,
+    max_new_tokens=2048,
+    eval_problems=500,
+    n=4096,
+    draws=100,
+)
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        replace(
+            _LAPTOP,
+            name="smoke",
+            steps=6,
+            prompts_per_step=64,
+            seeds=(0, 1),
+            eval_problems=64,
+            d=192,
+            k=256,
+            n=64,
+            ranks=(4, 16, 64),
+            draws=8,
+        ),
+        _LAPTOP,
+        replace(
+            _LAPTOP,
+            name="smollm",
+            policy="smollm2",
+            task="reasoning_gym:basic_arithmetic",
+            steps=40,
+            prompts_per_step=48,
+            seeds=(0,),
+            rank=64,
+            update_ratio=3e-4,
+            kl_start=4e-3,
+            kl_end=4e-4,
+            max_new_tokens=32,
+            eval_problems=200,
+        ),
+        _ONE_GPU,
+        replace(_ONE_GPU, name="eight_gpu", policy="Qwen/Qwen2.5-7B", prompts_per_step=512),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        InputError: no such preset; the message holds the nearest name and all names.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    near = get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise InputError(f"preset {name!r} is unknown; {hint}presets: {', '.join(PRESETS)}")
