@@ -24,7 +24,7 @@ def previous_path(path: str | Path) -> Path:
 
 
 def write_atomically(
-    path: Path, write: Callable[[BinaryIO], None], *, keep_previous: bool = False
+    path: Path, write: Callable[[BinaryIO], object], *, keep_previous: bool = False
 ) -> None:
     """Let `write(file)` fill a temporary file in the folder of `path`, then rename it to `path`.
 

@@ -1,0 +1,69 @@
+"""Hand a trained policy on as a plain Hugging Face folder, together with its record."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from logra_lab.errors import InputError, LograError
+from logra_lab.rl.atomic import sync_folder
+from logra_lab.rl.run_files import RecordError, raw_steps, read_manifest
+
+if TYPE_CHECKING:
+    from logra_lab.rl.policies import Policy
+
+
+class ExportRefused(LograError):
+    """A policy may not leave a run whose record does not say how good it is."""
+
+
+def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) -> Path:
+    """Write model, tokenizer and the run's `manifest.json` to the new folder `out_dir`.
+
+    The folder appears whole or not at all. Raises `ExportRefused` when the record holds no
+    evaluation, or none after step 0 although steps were logged; `InputError` when `out_dir` is a
+    file or a folder that is not empty; `RecordError` when the system refuses a write.
+    """
+    run_dir, out_dir = Path(run_dir), Path(out_dir)
+    _check_evaluated(run_dir)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise InputError(f"export to {out_dir}: it exists; name a folder that does not")
+    temporary = out_dir.with_name(f".{out_dir.name}.tmp")
+    try:
+        if temporary.exists():  # left by a crash
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        policy.model.save_pretrained(temporary)
+        policy.tokenizer.save_pretrained(temporary)
+        shutil.copyfile(run_dir / "manifest.json", temporary / "manifest.json")
+        _publish(temporary, out_dir)
+    except OSError as error:
+        raise RecordError(f"export to {out_dir}: {error.strerror or error}") from error
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+    return out_dir
+
+
+def _check_evaluated(run_dir: Path) -> None:
+    evaluated = [entry["step"] for entry in read_manifest(run_dir)["evaluations"]]
+    if not evaluated:
+        problem = "holds no evaluation"
+    elif max(evaluated) == 0 and raw_steps(run_dir):
+        problem = "holds an evaluation from before training only"
+    else:
+        return
+    raise ExportRefused(
+        f"export: the record of {run_dir} {problem}; evaluate the policy as it is now on held-out "
+        "problems, add the result to the record (RunRecord.add_evaluation), then export"
+    )
+
+
+def _publish(temporary: Path, out_dir: Path) -> None:
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+    sync_folder(temporary)
+    temporary.replace(out_dir)
+    sync_folder(out_dir.parent)
