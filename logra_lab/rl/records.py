@@ -47,10 +47,10 @@ class RunRecord:
     up over sessions and, like peak memory (MiB), is as of the manifest's last rewriting.
     """
 
-    def __init__(self, run_dir: Path, manifest: dict[str, Any], steps: FileIO, last: int) -> None:
+    def __init__(self, run_dir: Path, manifest: dict[str, Any], last: int) -> None:
         self.run_dir = run_dir
         self.manifest = manifest
-        self._steps = steps
+        self._steps = FileIO(run_dir / "steps.jsonl", "a")  # appends where the file ends, always
         self._last = last
         self._earlier_seconds = float(manifest["wall_seconds"])
         self._earlier_peak = float(manifest.get("peak_memory_mib", 0.0))
@@ -98,10 +98,10 @@ class RunRecord:
         if (run_dir / "manifest.json").exists():
             raise _exists(run_dir)
         try:  # exclusive creation: of two runs started at once, one gets the folder
-            steps = FileIO(run_dir / "steps.jsonl", "x")
+            FileIO(run_dir / "steps.jsonl", "x").close()
         except FileExistsError:
             raise _exists(run_dir) from None
-        record = cls(run_dir, manifest, steps, 0)
+        record = cls(run_dir, manifest, 0)
         record._write()
         return record
 
@@ -131,7 +131,7 @@ class RunRecord:
         manifest["evaluations"] = [e for e in manifest["evaluations"] if e["step"] <= resume_step]
         lines = "".join(dumps(step) + "\n" for step in kept).encode()
         write_atomically(run_dir / "steps.jsonl", lambda file: file.write(lines))
-        record = cls(run_dir, manifest, FileIO(run_dir / "steps.jsonl", "a"), resume_step)
+        record = cls(run_dir, manifest, resume_step)
         record._write()
         return record
 
