@@ -56,18 +56,18 @@ def file_problems(kind: str, path: str, seed: int) -> Iterator[Problem]:
 
 
 def _jsonl(file: Path) -> list[Row]:
-    rows: list[Row] = []
-    number = 0
+    lines = enumerate(file.read_bytes().split(b"\n"), 1)
+    return [_json_row(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+
+
+def _json_row(line: bytes, where: str) -> Row:
     try:
-        for number, line in enumerate(file.read_bytes().splitlines(), 1):
-            if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("not a JSON object")
-                rows.append(row)
+        row = json.loads(line)
     except ValueError as error:  # also bytes that are not UTF-8
-        raise InputError(f"{file}, line {number}: {error}; one JSON object a line") from error
-    return rows
+        raise InputError(f"{where}: {error}; one JSON object a line") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: expected a JSON object, got {row!r:.80}")
+    return row
 
 
 def _parquet(file: Path) -> Any:

@@ -42,7 +42,7 @@ def check_math(text: str, problem: Problem) -> Outcome:
     found = extract_answer(text, numeric=is_number(problem.answer))
     if found.answer is None:
         return found.verdict or Outcome.unparsable
-    if len(found.answer) > 1000 or found.answer.count("{") != found.answer.count("}"):
+    if len(found.answer) > 1000 or not _balanced(found.answer):
         return Outcome.unparsable
     gold_text, answer_text = _normal(problem.answer), _normal(found.answer)
     gold = _gold(gold_text)
@@ -76,6 +76,10 @@ def _is_literal(text: str, *, integer: bool) -> bool:
     return not (integer and re.search(r"/|frac|[0-9]\s+[0-9]", scientific))
 
 
+def _balanced(answer: str) -> bool:
+    return answer.count("{") == answer.count("}")
+
+
 def _normal(answer: str) -> str:
     return _PERCENT.sub("", answer).strip().strip("$").strip()
 
@@ -86,7 +90,7 @@ def _parsed(answer: str) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> list[Any]:
-    gold = _parsed(answer)
+    gold = _parsed(answer) if _balanced(answer) else []
     if not gold or not verify(gold, gold, timeout_seconds=None, raise_on_error=True):
         raise ValueError(f"math-verify cannot read the gold answer {answer!r}; correct the data")
     return gold
