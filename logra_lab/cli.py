@@ -11,7 +11,10 @@ from pathlib import Path
 
 from logra_lab.errors import InputError, LograError
 
-BENCHES = "step probe policy llm sync kernels memory cluster faults peers".split()
+BENCHES = (
+    *("step", "probe", "policy", "llm", "sync"),
+    *("kernels", "memory", "cluster", "faults", "peers"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,8 +112,9 @@ def _course(args: argparse.Namespace) -> int:
     runs = args.runs or project_root() / "runs"
     plan = prepare(
         folder,
-        runs / (args.name or args.preset),
+        runs,
         preset=args.preset,
+        name=args.name,
         only=args.only,
         texts=texts,
         limit_s=args.timeout,
@@ -119,12 +123,14 @@ def _course(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    settings = parse_pairs(args.settings, "--set")
     from logra_lab.lab.presets import preset
+
+    settings = parse_pairs(args.settings, "--set")
+    chosen = preset(args.preset)
     from logra_lab.rl import loop
 
     return loop.main(
-        preset(args.preset),
+        chosen,
         policy=args.policy,
         run_dir=args.run_dir,
         resume=args.resume,

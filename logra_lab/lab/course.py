@@ -40,9 +40,10 @@ class Plan:
 
 def prepare(
     folder: Path,
-    run_dir: Path,
+    runs: Path,
     *,
     preset: str = "laptop",
+    name: str | None = None,
     only: Sequence[str] = (),
     values: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -51,6 +52,7 @@ def prepare(
     """Find and check the notebooks of `folder`, in the order of their names.
 
     Args:
+        name: results go to `runs / name`; by default the preset's name.
         only: beginnings of notebook names ("07"); each has to match at least one.
         values, texts: parameters for every notebook that runs, typed or as typed by a user.
 
@@ -59,8 +61,9 @@ def prepare(
             notebook whose frame is wrong, an unknown parameter, or a value of the wrong type.
     """
     find_preset(preset)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_dir.name):
-        raise InputError(f"run name {run_dir.name!r}: expected letters, digits, '.', '_' and '-'")
+    name = preset if name is None else name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise InputError(f"run name {name!r}: expected letters, digits, '.', '_' and '-'")
     if not limit_s > 0:
         raise InputError(f"the time limit of a cell is {limit_s:g} s; expected more than 0")
     if "preset" in {**(values or {}), **(texts or {})}:
@@ -77,7 +80,7 @@ def prepare(
     for notebook in map(read_notebook, chosen):
         given = {**bind(notebook, values or {}), **parse_values(notebook, texts or {})}
         notebooks.append((notebook, {"preset": preset, **given}))
-    return Plan(notebooks, preset, run_dir.resolve(), limit_s)
+    return Plan(notebooks, preset, (runs / name).resolve(), limit_s)
 
 
 def run_course(plan: Plan, console: Console | None = None) -> int:
@@ -127,6 +130,7 @@ def _run_one(
             parameters,
             env=write_context(context, Path(scratch) / "context.json"),
             scratch=Path(scratch),
+            log=Path(context.log),
             limit_s=plan.limit_s,
             on_cell=progress.at_cell,
         )
@@ -156,8 +160,8 @@ def _result(notebook: Notebook, execution: Execution, reason: str | None) -> Res
 
 def _clear(output: Path, *others: Path) -> None:
     """Remove what an earlier run of that name left, so that nothing old can pass for new."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     for path in (output, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -123,8 +123,9 @@ class _Engine(Engine):
         *,
         execution: Execution,
         env: Mapping[str, str],
-        connection: Path,
-        cwd: Path,
+        scratch: Path,
+        log: Path,
+        folder: Path,
         limit_s: float,
         on_cell: Callable[[int, int], None],
         **_unused: Any,
@@ -135,17 +136,22 @@ class _Engine(Engine):
 
         client = _Client(
             nb_man,
-            km=LocalKernel(kernel_name=kernel_name, connection_file=str(connection)),
+            km=LocalKernel(
+                kernel_name=kernel_name,
+                connection_file=str(scratch / "kernel.json"),
+                transport="ipc" if os.name == "posix" else "tcp",  # files only this user can open
+            ),
             timeout=limit_s,
             startup_timeout=120,
             coalesce_streams=True,
             on_cell_start=started,
-            resources={"metadata": {"path": str(cwd)}},
+            resources={"metadata": {"path": str(folder)}},
         )
         client.owns_km = True  # nbclient then shuts the kernel down with the client
         client.execution = execution
         try:
-            client.execute(env=dict(env))
+            with log.open("a", encoding="utf-8") as file:
+                client.execute(env=dict(env), stdout=file, stderr=file)
         finally:
             if hasattr(client, "meter"):
                 client.meter.end_processes()
@@ -183,6 +189,7 @@ def execute(
     *,
     env: Mapping[str, str],
     scratch: Path,
+    log: Path,
     limit_s: float,
     on_cell: Callable[[int, int], None],
 ) -> Execution:
@@ -204,8 +211,9 @@ def execute(
                 progress_bar=False,
                 execution=execution,
                 env=kernel_env(env, scratch),
-                connection=scratch / "kernel.json",
-                cwd=source.parent,
+                scratch=scratch,
+                log=log,
+                folder=source.parent,
                 limit_s=limit_s,
                 on_cell=on_cell,
             )

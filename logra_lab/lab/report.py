@@ -12,6 +12,7 @@ from typing import Any
 
 import nbformat
 from nbconvert import HTMLExporter
+from papermill.execute import remove_error_markers
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -76,6 +77,7 @@ def mark_failed(output: Path, source: Path, result: Result, cell: int | None) ->
     `completed`; a file like that must not lie around.
     """
     node = nbformat.read(output if output.is_file() else source, as_version=4)
+    node = remove_error_markers(node)  # papermill's, which this file's banner replaces
     for index, one in enumerate(node.cells):
         marks = one.metadata.setdefault("papermill", {})
         if index == cell:

@@ -64,8 +64,7 @@ class BoundStream:
 
 def bound_output(shell: Any, log: Path) -> None:
     """Bound stdout and stderr of this kernel; the full text goes to `log`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = log.open("w", encoding="utf-8", buffering=1)
+    file = log.open("a", encoding="utf-8", buffering=1)
     for stream in (sys.stdout, sys.stderr):
         bound = BoundStream(stream, file)
         shell.events.register("pre_run_cell", bound.start_cell)

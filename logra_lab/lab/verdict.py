@@ -12,6 +12,7 @@ from typing import Any
 import nbformat
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
+from papermill.execute import remove_error_markers
 
 from logra_lab.lab.context import Context
 from logra_lab.lab.kernel import Execution
@@ -41,7 +42,8 @@ def reason_of_failure(
         if cell.cell_type == "code" and cell.execution_count is None
     ]
     if missing:
-        return f"cell {missing[0]} never ran (the kernel left early, for example by sys.exit)"
+        where = _where(node, missing[0])
+        return f"{where} never ran (the kernel left early, for example by sys.exit)"
     return (
         _guarded(Path(context.guard))
         or _recorded(node, context, started)
@@ -50,14 +52,15 @@ def reason_of_failure(
 
 
 def _named(execution: Execution, output: Path, limit_s: float) -> str:
-    error, where = execution.error, f"cell {execution.cell}"
+    error = execution.error
     if execution.cell is None:
         return f"the kernel did not start: {type(error).__name__}: {error}"
+    # Papermill's own markers are cells that would shift the numbers.
+    where = _where(remove_error_markers(nbformat.read(output, as_version=4)), execution.cell)
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted in {where}"
     if isinstance(error, CellTimeoutError):
-        start = _first_line(output, execution.cell)
-        return f"{where} (`{start}`) ran past its limit of {limit_s:g} s; raise it with --timeout"
+        return f"{where} ran past its limit of {limit_s:g} s; raise it with --timeout"
     if isinstance(error, DeadKernelError):
         return f"the kernel died in {where} (killed, out of memory, or crashed)"
     if isinstance(error, PapermillExecutionError):
@@ -65,9 +68,11 @@ def _named(execution: Execution, output: Path, limit_s: float) -> str:
     return f"{where}: {type(error).__name__}: {error}"
 
 
-def _first_line(output: Path, index: int) -> str:
-    source = nbformat.read(output, as_version=4).cells[index].source.strip()
-    return source.splitlines()[0][:60] if source else ""
+def _where(node: nbformat.NotebookNode, index: int) -> str:
+    """The cell as the executed file numbers it, with its first line."""
+    number = sum(cell.cell_type == "code" for cell in node.cells[: index + 1])
+    first = node.cells[index].source.strip().partition("\n")[0][:60]
+    return f"cell [{number}] (`{first}`)"
 
 
 def _guarded(path: Path) -> str | None:

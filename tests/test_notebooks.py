@@ -1,0 +1,54 @@
+"""Every notebook of the course, through the runner, at the smoke preset."""
+
+import json
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from rich.console import Console
+
+from logra_lab.lab.course import prepare, run_course
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_every_notebook_runs_at_the_smoke_preset(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = prepare(ROOT / "notebooks", ROOT / "runs", preset="smoke", name="test", limit_s=300)
+    with capfd.disabled():
+        status = run_course(plan, Console(file=sys.stdout))
+    summary = json.loads((plan.run_dir / "course.json").read_text())
+    reasons = {entry["notebook"]: entry["reason"] for entry in summary["notebooks"]}
+    assert status == 0, reasons
+    assert list(reasons) == [path.stem for path in NOTEBOOKS]
+    for name in reasons:
+        record = json.loads((plan.run_dir / "records" / f"{name}.json").read_text())
+        assert record["figures"], f"{name} saved no figure"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_keep_to_the_house_style(path: Path) -> None:
+    node = nbformat.read(path, as_version=4)
+    nbformat.validate(node)
+    code = [cell for cell in node.cells if cell.cell_type == "code"]
+    assert 15 <= len(node.cells) <= 40
+    for cell in code:
+        lines = len(cell.source.splitlines())
+        assert lines < 25, f"a cell of {lines} lines: {cell.source[:60]!r}"
+    functions = sum(cell.source.count("\ndef ") + cell.source.startswith("def ") for cell in code)
+    assert functions <= 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_committed_without_outputs_and_machine_names(path: Path) -> None:
+    node = nbformat.read(path, as_version=4)
+    for cell in node.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+    # The name every kernel of this language has, or none at all.
+    assert node.metadata.get("kernelspec", {}).get("name", "python3") == "python3"
+    assert node.metadata.get("kernelspec", {}).get("display_name", "Python 3") == "Python 3"
+    assert "widgets" not in node.metadata
+    assert "papermill" not in node.metadata

