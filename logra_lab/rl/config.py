@@ -1,0 +1,91 @@
+"""What a training run is made of: one flat, checked table that a notebook, the command line and
+the manifest share. Unknown names are refused; defaults are those of the contract."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from logra_lab.errors import InputError
+from logra_lab.sketch import TARGETS
+
+
+class TrainConfig(BaseModel):
+    """Settings of one run. KL in nats per generated token, lengths in tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # What is trained, on what, by which method.
+    policy: str = "small"
+    task: str = "sums"
+    task_params: dict[str, Any] = {}
+    train_problems: int = Field(4096, ge=1)
+    method: Literal["logra", "adam", "lora"] = "logra"
+    seed: int = Field(0, ge=0)
+
+    # The batch.
+    steps: int = Field(100, ge=1)
+    prompts_per_step: int = Field(256, ge=1)
+    updates_per_batch: int = Field(1, ge=1)
+    max_new_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    clip: float = Field(0.2, gt=0, lt=1)
+    baseline_decay: float = Field(0.9, ge=0, lt=1)
+
+    # The update.
+    targets: tuple[str, ...] = TARGETS
+    rank: int = Field(32, ge=1)
+    update_ratio: float = Field(1e-3, gt=0)
+    variant: Literal["norm_preserving", "plain"] = "norm_preserving"
+    projection: Literal["sign", "gaussian"] = "sign"
+    share_inputs: bool = True
+    refresh: bool = True
+    beta2: float = Field(0.95, ge=0, lt=1)
+    learning_rate: float = Field(5e-5, gt=0)  # of the baselines; LoGRA's size is update_ratio
+
+    # KL control: no kl_start is no control; kl_end anneals over kl_horizon (default: steps).
+    kl_start: float | None = Field(None, gt=0)
+    kl_end: float | None = Field(None, gt=0)
+    kl_horizon: int | None = Field(None, ge=1)
+    alpha_max: float = Field(3.0, gt=0)
+    kl_method: Literal["auto", "jvp", "fd", "off"] = "auto"
+    probe_responses: int = Field(8, ge=1)
+    probe_tokens: int = Field(4096, ge=1)  # of each probe response, at most
+    measure_kl: bool = True
+    subtract_mismatch: bool = False
+
+    # How it is computed.
+    microbatch_tokens: int = Field(8192, ge=1)  # padded, of one forward and backward
+    generate_batch: int = Field(256, ge=1)
+    autocast: Literal["none", "bfloat16"] = "none"
+    checkpointing: Literal["none", "reentrant", "non_reentrant"] = "none"
+    score_workers: int = Field(1, ge=1)
+    score_timeout: float = Field(5.0, gt=0)
+
+    # Evaluation and records.
+    eval_problems: int = Field(256, ge=1)
+    eval_samples: int = Field(8, ge=1)
+    eval_every: int = Field(0, ge=0)  # 0: before and after only
+    checkpoint_every: int = Field(25, ge=0)  # 0: only at the end and on Ctrl-C
+    warn_after_equal_rewards: int = Field(20, ge=2)
+
+    @model_validator(mode="after")
+    def _agree(self) -> "TrainConfig":
+        if self.kl_end is not None and self.kl_start is None:
+            raise ValueError("kl_end needs kl_start")
+        if self.kl_start is not None and self.kl_method == "off":
+            raise ValueError("kl_start is a budget and needs a probe: kl_method must not be 'off'")
+        if self.kl_start is not None and self.method != "logra":
+            raise ValueError(f"method {self.method!r} has no KL control: leave kl_start out")
+        return self
+
+
+def make_config(**settings: Any) -> TrainConfig:
+    """A checked configuration; `InputError` says which settings are wrong, and how."""
+    try:
+        return TrainConfig(**settings)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}"
+            for e in error.errors(include_url=False)
+        ]
+        raise InputError("training configuration: " + "; ".join(wrong)) from None
