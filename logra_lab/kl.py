@@ -30,8 +30,10 @@ Forward = Callable[[], Tensor]
 METHODS = ("auto", "jvp", "fd", "off")
 _ROWS = 256  # positions whose [rows, V] temporaries live at once
 # Finite difference: keep the change of a logit near this share of the logits' own spread. Smaller
-# drowns in float32 rounding (about 1e-6 of it), larger sees the third derivative.
-_FD_TARGET, _FD_LOW, _FD_HIGH = 1e-3, 3e-4, 3e-3
+# drowns in rounding (about ten units in the last place of it), larger sees the third derivative.
+# float64 logits get the float32 value: Hugging Face models compute norms in float32 in any case.
+_FD_TARGET = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_FD_TRIES = 4
 
 
 class ProbeError(LograError):
@@ -136,8 +138,8 @@ def predict(
             path), ``fd`` (works with every kernel), ``auto`` (jvp, else fd with one warning).
 
     Raises `ProbeError` when the tangent is zero although the factor is not. The sketch and the
-    weights are untouched. Cost: jvp about two forwards; fd two, four when the step size h has to
-    be corrected.
+    weights are untouched; `BadPrediction` when there are no positions. Cost: jvp about two
+    forwards; fd two, and two more each time the step size h has to be corrected (3 times at most).
     """
     if method not in METHODS or method == "off":
         raise InputError(f"KL probe {method!r} is unknown; expected one of {METHODS[:3]}")
@@ -159,6 +161,8 @@ def predict(
                     stacklevel=2,
                 )
                 result = _finite_difference(sketch, factor, chunks, temperature, hint)
+    if result.tokens == 0:
+        raise BadPrediction("`forwards` return no position: the probe needs generated tokens")
     if result.kl == 0 and bool(factor.any()):
         raise ProbeError(
             f"the {result.method} probe sees no change of the logits although the update is not "
@@ -179,7 +183,7 @@ def _forward_mode(
                 return forward()
 
         with sdpa_kernel([SDPBackend.MATH]):
-            z, z_dot = torch.func.jvp(along, (one * 0,), (one,))
+            z, z_dot = torch.func.jvp(along, (one * 0,), (one,))  # type: ignore[misc]
         total += variance_kl(z, z_dot, temperature).sum(dtype=torch.float64).item()
         tokens += z.shape[0]
         logits.append(z)
@@ -193,8 +197,8 @@ def _finite_difference(
     temperature: float,
     hint: float | None,
 ) -> Prediction:
-    def run(h: float) -> tuple[float, float, int]:
-        total, spread, tokens = 0.0, 0.0, 0
+    def run(h: float) -> tuple[float, float, int, float]:
+        total, spread, tokens, target = 0.0, 0.0, 0, 1.0
         for forward in chunks:
             with perturbed(sketch, factor, h):
                 plus = forward()
@@ -206,17 +210,21 @@ def _finite_difference(
             total += kl.sum(dtype=torch.float64).item() / (2 * h) ** 2
             spread += _wide(middle).var(dim=-1).sum().item()
             tokens += plus.shape[0]
-        return total / max(tokens, 1), math.sqrt(spread / max(tokens, 1)), tokens
+            target = _FD_TARGET[plus.dtype]
+        return total / max(tokens, 1), math.sqrt(spread / max(tokens, 1)), tokens, target
 
     h = hint if hint and math.isfinite(hint) and hint > 0 else 0.1
-    kl, spread, tokens = run(h)
-    # √(2 KL)·T is the spread of ż under p; relative to the logits' spread it judges h
-    change = h * math.sqrt(2 * kl) * temperature / max(spread, 1e-30) if kl >= 0 else math.nan
-    if math.isfinite(change) and change > 0 and not _FD_LOW < change < _FD_HIGH:
-        h *= _FD_TARGET / change
-        kl, _, tokens = run(h)
-        change = _FD_TARGET
-    suited = h * _FD_TARGET / change if math.isfinite(change) and change > 0 else None
+    suited = None
+    for _ in range(_FD_TRIES):
+        kl, spread, tokens, target = run(h)
+        # √(2 KL)·T is the spread of ż under p; relative to the logits' spread it judges h
+        change = h * math.sqrt(2 * kl) * temperature / max(spread, 1e-30) if kl >= 0 else math.nan
+        if not (math.isfinite(change) and change > 0):
+            break
+        suited = h * target / change
+        if target / 3 < change < target * 3:
+            break
+        h = suited
     return Prediction(kl, tokens, "fd", hint=suited)
 
 

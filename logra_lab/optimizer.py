@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from logra_lab import kl
 from logra_lab.errors import InputError, LograError
-from logra_lab.rowadam import NonFiniteSketch, row_moment, row_scale
+from logra_lab.projection import SCHEME_VERSION
+from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_moment, row_scale
 from logra_lab.sketch import TARGETS, Sketch
 
 
@@ -102,6 +103,10 @@ class LoGRA:
     ) -> None:
         if not (update_ratio > 0 and math.isfinite(update_ratio)):
             raise InputError(f"update_ratio is {update_ratio}: expected a positive number")
+        if not (0 <= beta2 < 1 and eps >= 0):
+            raise InputError(f"beta2 {beta2}, eps {eps}: expected 0 ≤ beta2 < 1 and eps ≥ 0")
+        if variant not in VARIANTS:
+            raise InputError(f"RowAdam variant {variant!r} is unknown; expected one of {VARIANTS}")
         self.refresh, self.rho, self.beta2, self.eps = refresh, update_ratio, beta2, eps
         self.variant, self.control = variant, control or KLControl(method="off")
         self.t = 0
@@ -164,13 +169,13 @@ class LoGRA:
                     hint=self.fd_hint,
                 )
                 alpha = kl.step_scale(seen.kl, delta, control.alpha_max)
+            before = seen and control.measure and (seen.logits or self._logits(probe))
         except (NonFiniteSketch, ZeroSketch, kl.BadPrediction) as reason:
             sketch.zero_()
             return StepReport(t=self.t, skipped=str(reason))
         except BaseException:
             sketch.zero_()  # it may hold half a proposal
             raise
-        before = seen and control.measure and (seen.logits or self._logits(probe))
 
         U = sketch.flat.mul_(alpha)  # the sketch's own memory, twice reused
         for layer in sketch.layers.values():
@@ -273,6 +278,7 @@ class LoGRA:
         return {
             "layers": [f"{path}:{layer.S.shape[0]}" for path, layer in sketch.layers.items()],
             "sites": [site.path for site in sketch.sites],
+            "scheme": SCHEME_VERSION,
             "rank": sketch.rank,
             "seed": sketch.seed,
             "projection": sketch.kind,

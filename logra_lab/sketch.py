@@ -68,7 +68,7 @@ class _Accumulate(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, P: Tensor, anchor: Tensor, S: Tensor) -> Tensor:
-        return y.view_as(y)
+        return y.detach()  # no copy, and unlike a view it may be modified in place downstream
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -86,7 +86,7 @@ class _Accumulate(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, y_tangent, *_):  # type: ignore[no-untyped-def, override]
-        return None if y_tangent is None else y_tangent.view_as(y_tangent)
+        return y_tangent
 
 
 class Sketch:
@@ -119,7 +119,7 @@ class Sketch:
         first = next(iter(modules.values())).weight
         sites: dict[str, Site] = {}
         for path, module in modules.items():
-            key = _shared_key(path) if share_inputs else path
+            key = _site_key(path, module) if share_inputs else path
             if key not in sites:
                 sites[key] = Site(path, module.in_features, self._projection(path, module, draw))
             sites[key].readers.append(path)
@@ -134,7 +134,7 @@ class Sketch:
         start = 0
         for path, module in modules.items():
             span = slice(start, start := start + module.out_features)
-            site = sites[_shared_key(path) if share_inputs else path]
+            site = sites[_site_key(path, module) if share_inputs else path]
             self.layers[path] = Layer(path, module, self.flat[span], span, site)
         self._anchor = torch.zeros((), device=first.device, requires_grad=True)
         self._active = True
@@ -181,6 +181,8 @@ class Sketch:
         def hook(module, args, kwargs, output):  # type: ignore[no-untyped-def]
             if not (self._active and torch.is_grad_enabled()):
                 return None
+            if module is not layer.module:
+                return None  # a deep copy of the model carries this hook along
             x = args[0] if args else kwargs["input"]
             # output.dtype is what the layer really computed in, autocast included
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
@@ -192,6 +194,7 @@ class Sketch:
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """The target linears by path, in module order; `InputError` names what cannot be used."""
+    targets = (targets,) if isinstance(targets, str) else tuple(targets)
     named = dict(model.named_modules())
     linears = {n: m for n, m in named.items() if isinstance(m, nn.Linear)}
     short = sorted({n.rsplit(".", 1)[-1] for n in linears})
@@ -205,7 +208,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
         _check_usable(name, module)
         found[name] = module  # type: ignore[assignment]
     missing = [t for t in targets if t not in used]
-    if not found or (missing and tuple(targets) != TARGETS):
+    if not found or (missing and targets != TARGETS):
         raise InputError(
             f"targets {missing} name no linear layer of {type(model).__name__}; its linear layers "
             f"are {short or 'none'}: name some of these in targets="
@@ -215,9 +218,10 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
         owners.setdefault(parameter.data_ptr() or id(parameter), []).append(name)
     for name, module in found.items():
         holders = owners[module.weight.data_ptr() or id(module.weight)]
-        if len(holders) > 1:
+        others = [holder for holder in holders if holder != f"{name}.weight"]
+        if others:
             raise InputError(
-                f"target {name!r} shares its weight with {[h for h in holders if h != name]}: an "
+                f"target {name!r} shares its weight with {others}: an "
                 "update would change both; untie them or leave it out of targets"
             )
     return found
@@ -227,7 +231,7 @@ def _check_usable(name: str, module: nn.Module) -> None:
     weight = getattr(module, "weight", None)
     shape = (getattr(module, "out_features", -1), getattr(module, "in_features", -1))
     dense = isinstance(weight, Tensor) and weight.is_floating_point() and weight.element_size() > 1
-    if not isinstance(module, nn.Linear) or not dense or tuple(weight.shape) != shape:
+    if not (isinstance(module, nn.Linear) and dense and tuple(module.weight.shape) == shape):
         kind = f"{type(module).__name__} with weight {getattr(weight, 'dtype', type(weight))}"
         raise InputError(
             f"target {name!r} is {kind}: expected nn.Linear with an unquantised floating-point "
@@ -235,9 +239,9 @@ def _check_usable(name: str, module: nn.Module) -> None:
         )
 
 
-def _shared_key(path: str) -> str:
+def _site_key(path: str, module: nn.Linear) -> str:
     parent, _, leaf = path.rpartition(".")
     for siblings in SHARED_INPUTS:
-        if leaf in siblings:
-            return f"{parent}.{siblings[0]}*"
+        if leaf in siblings:  # cross-attention may read two inputs of different width
+            return f"{parent}.{siblings[0]}*{module.in_features}"
     return path
