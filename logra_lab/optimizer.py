@@ -178,8 +178,9 @@ class LoGRA:
             raise
 
         U = sketch.flat.mul_(alpha)  # the sketch's own memory, twice reused
-        for layer in sketch.layers.values():
-            layer.site.projection.subtract_(layer.module.weight, U[layer.rows])
+        for site in sketch.sites:
+            readers = [sketch.layers[path] for path in site.readers]
+            site.projection.subtract_([(x.module.weight, U[x.rows]) for x in readers])
 
         self.v, self.t, self.mismatch = v, t, mismatch
         sketch.zero_()

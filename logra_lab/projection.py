@@ -15,6 +15,7 @@ Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -151,10 +152,15 @@ class Projection:
         unit = self.unit(dtype, device)
         return (unit @ unit.T).mul_(1 / self.rank)
 
-    def subtract_(self, weight: Float[Tensor, "d k"], factor: Float[Tensor, "d r"]) -> None:
-        """W ← W − U A in place. Cost: 2·d·k·r FLOPs, one pass over W, no [d, k] temporary."""
-        unit = self.unit(weight.dtype, weight.device)
-        weight.addmm_(factor.to(weight.dtype), unit, alpha=-self.scale)
+    def subtract_(self, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """W ← W − U A in place for each (W [d, k], U [d, r]) that shares this A.
+
+        Cost: 2·d·k·r FLOPs and one pass over W; one transient A, no [d, k] temporary.
+        """
+        first = updates[0][0]
+        unit = self.unit(first.dtype, first.device)
+        for weight, factor in updates:
+            weight.addmm_(factor.to(weight.dtype), unit, alpha=-self.scale)
 
     def _normals(self) -> Tensor:
         """Box–Muller on 2 × 2 words per call: rows 4b to 4b+3 of a column; same prefix rule."""

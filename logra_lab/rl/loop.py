@@ -108,6 +108,9 @@ class Run:
                 skipped = self.update(batches, probe, tokens, record, clock)
             if self.version > before:
                 self.baseline.update(mean)
+                if skipped is not None:  # some, but not all, of the batch's updates
+                    record["warnings"].append(f"a further update was skipped: {skipped}")
+                    skipped = None
         record |= clock.seconds | {
             "version": self.version,
             "t": self.version,

@@ -52,9 +52,9 @@ METRICS: dict[str, Metric] = {
     "warnings": Metric("text", "list of warnings raised in this step"),
     "seconds_generate": Metric("s", "wall time of generation"),
     "seconds_score": Metric("s", "wall time of scoring"),
-    "seconds_train": Metric("s", "wall time of forward, backward and update"),
+    "seconds_train": Metric("s", "wall time of forward and backward over the microbatches"),
+    "seconds_update": Metric("s", "wall time of the update: probe, step, realised KL"),
     "seconds_step": Metric("s", "wall time of the whole step"),
-    "seconds_kl": Metric("s", "wall time of the probe and of measuring the realised KL"),
     "peak_memory_mib": Metric("MiB", "highest resident memory of the process so far (ru_maxrss)"),
 }
 
