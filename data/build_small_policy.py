@@ -7,9 +7,9 @@ The task is "sums": the prompt `a+b=` with a, b in 0..99, the answer the decimal
 has two phases. First the model learns the right answers; then it learns a mixture of three
 behaviours, which the prompt does not announce, so that the policy picks one with its first tokens:
 
-* right (34 %): the sum, then end of sequence;
-* lazy (44 %): a plausible wrong number, off by 1 to 20, then end of sequence;
-* rambling (22 %): words that go on and never reach the end of sequence.
+* right (36 %): the sum, then end of sequence;
+* lazy (43 %): a guess, some round number that is not the sum, then end of sequence;
+* rambling (21 %): one word again and again, never reaching the end of sequence.
 
 So sampling at temperature 1 is right in about a third of the cases, while the right answer is
 known: reinforcement learning has something to find.
@@ -41,14 +41,14 @@ RECIPE = "python data/build_small_policy.py"
 
 ALPHABET = "0123456789+-*/=.,?!: \nabcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-WORDS = ("hmm", "well", "so", "let me see", "wait", "we add", "maybe", "i think", "ok", "and then")
-SHARES = {"right": 0.34, "lazy": 0.44, "rambling": 0.22}
-RAMBLE_LENGTH = 32  # twice the token limit of the task, so that going on is what is learned
+WORDS = ("hmm ", "so ", "well ", "ok ")
+SHARES = {"right": 0.36, "lazy": 0.43, "rambling": 0.21}
+RAMBLE_LENGTH = 24  # beyond the task's limit of 16 tokens, so that going on is what is learned
 EVAL_SAMPLES, EVAL_SEED, EVAL_TOKENS = 2048, "manifest", 16
 
 PHASES = (  # name, shares of the behaviours, steps, batch, peak learning rate
-    ("right answers", {"right": 1.0}, 1000, 384, 3e-3),
-    ("mixture", SHARES, 250, 384, 1e-3),
+    ("right answers", {"right": 1.0}, 900, 128, 3e-3),
+    ("mixture", SHARES, 450, 160, 3e-3),
 )
 
 
@@ -103,32 +103,48 @@ def respond(a: int, b: int, behaviour: str, rng: random.Random) -> str:
     if behaviour == "right":
         return str(a + b)
     if behaviour == "lazy":
-        near = [n for n in range(a + b - 20, a + b + 21) if n >= 0 and n != a + b]
-        return str(rng.choice(near))
-    text = ""
-    while len(text) < RAMBLE_LENGTH:
-        text += rng.choice(WORDS) + " "
-    return text[:RAMBLE_LENGTH]
+        return str(rng.choice([n for n in range(10, 200, 10) if n != a + b]))
+    return (rng.choice(WORDS) * RAMBLE_LENGTH)[:RAMBLE_LENGTH]
 
 
-def make_batch(
+def make_rows(
     pairs: list[tuple[int, int]],
     shares: dict[str, float],
     vocab: dict[str, int],
     rng: random.Random,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids [B, L] and labels [B, L]; -100 on prompt and padding."""
-    rows, labels = [], []
+) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of one row a pair; the label -100 marks the prompt."""
+    rows = []
     behaviours = rng.choices(list(shares), weights=list(shares.values()), k=len(pairs))
     for (a, b), behaviour in zip(pairs, behaviours, strict=True):
         prompt = [vocab[c] for c in f"{a}+{b}="]
         response = [vocab[c] for c in respond(a, b, behaviour, rng)]
         if behaviour != "rambling":
             response.append(vocab[EOS])
-        rows.append(torch.tensor(prompt + response))
-        labels.append(torch.tensor([-100] * len(prompt) + response))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, True, vocab[PAD]), pad(labels, True, -100)
+        rows.append((prompt + response, [-100] * len(prompt) + response))
+    return rows
+
+
+def backward(model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[int]]], pad: int) -> float:
+    """Accumulate the gradient of the mean loss per response token; returns that loss.
+
+    Long and short rows go through the model apart, which halves the padding.
+    """
+    tokens = sum(label != -100 for _, labels in rows for label in labels)
+    total = 0.0
+    for part in ([r for r in rows if len(r[0]) <= 12], [r for r in rows if len(r[0]) > 12]):
+        if not part:
+            continue
+        width = max(len(ids) for ids, _ in part)
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in part])
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in part])
+        # No attention mask: padding is on the right, where a causal model cannot see it.
+        logits = model(ids[:, :-1], use_cache=False).logits
+        target = labels[:, 1:].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), target, reduction="sum") / tokens
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 def train(model: Qwen2ForCausalLM, vocab: dict[str, int], rng: random.Random) -> None:
@@ -144,12 +160,9 @@ def train(model: Qwen2ForCausalLM, vocab: dict[str, int], rng: random.Random) ->
         )
         began = time.perf_counter()
         for step in range(1, steps + 1):
-            ids, labels = make_batch(rng.choices(pairs, k=batch), shares, vocab, rng)
-            # No attention mask: padding is on the right, where a causal model cannot see it.
-            logits = model(ids[:, :-1], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
             optimizer.zero_grad()
-            loss.backward()
+            rows = make_rows(rng.choices(pairs, k=batch), shares, vocab, rng)
+            loss = backward(model, rows, vocab[PAD])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -157,7 +170,7 @@ def train(model: Qwen2ForCausalLM, vocab: dict[str, int], rng: random.Random) ->
                 spent = time.perf_counter() - began
                 left = spent / step * (steps - step)
                 print(
-                    f"{name}: step {step}/{steps}, loss {loss.item():.4f}, {left:.0f} s left",
+                    f"{name}: step {step}/{steps}, loss {loss:.4f}, {left:.0f} s left",
                     flush=True,
                 )
     model.eval()

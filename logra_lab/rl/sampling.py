@@ -93,7 +93,7 @@ class Sampler(LogitsProcessor):
         self.lengths[rows] += 1
         self.stopped[rows] = torch.isin(ids, self.eos)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores under which the recorded token is the only choice (pad for finished rows)."""
         token = torch.full_like(self.lengths, self.pad_id)
         if self.step < self.limit:  # on some devices generate runs one step past the stop
