@@ -103,6 +103,8 @@ def _course(args: argparse.Namespace) -> int:
     try:
         from logra_lab.lab.course import prepare, run_course
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith("logra_lab"):  # not the user's installation
+            raise
         raise InputError(
             f"the course needs {error.name}: pip install 'logra-lab[lab,rl]'"
         ) from error

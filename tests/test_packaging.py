@@ -2,15 +2,20 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import jaxtyping
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from logra_lab.rowadam import row_adam
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -147,6 +152,18 @@ def test_no_tracked_file_names_a_registry_or_a_home_folder():
             continue
         found = [word for word in words if word in text] + home.findall(text)
         assert not found, f"{path.relative_to(ROOT)} holds {found}"
+
+
+def test_the_tests_check_shapes_in_the_primitives():
+    # Under the import hook of conftest.py; without it this call returns a broadcast result.
+    with pytest.raises(jaxtyping.TypeCheckError):
+        row_adam(torch.ones(3, 2), torch.ones(1))
+
+
+def test_the_tests_cannot_reach_the_network():
+    # 192.0.2.0/24 is reserved for documentation (RFC 5737).
+    with pytest.raises(RuntimeError, match="tests use no network"):
+        socket.create_connection(("192.0.2.1", 80), timeout=1)
 
 
 def test_the_license_is_the_declared_one():

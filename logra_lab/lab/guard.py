@@ -7,7 +7,6 @@ the last cell, waits for what is still running and writes the findings to a file
 
 import asyncio
 import json
-import resource
 import sys
 import threading
 import time
@@ -103,8 +102,7 @@ class Guard:
         findings = {
             "executable": sys.executable,
             "failures": self.failures,
-            "max_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024),
+            "peak_bytes": peak_bytes(),
         }
         Path(self.context.guard).write_text(json.dumps(findings), encoding="utf-8")
 
@@ -121,6 +119,16 @@ class Guard:
             and not thread.name.startswith(("ThreadPoolExecutor", "ExecutorManagerThread"))
             and not type(thread).__module__.startswith("concurrent.futures")
         ]
+
+
+def peak_bytes() -> int:
+    """This process's own peak resident memory where the system keeps it (Linux), else 0.
+
+    Not `ru_maxrss`: Linux carries the size of the parent across fork and exec into it.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.is_file() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 _guard: Guard | None = None

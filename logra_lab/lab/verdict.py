@@ -45,7 +45,7 @@ def reason_of_failure(
         where = _where(node, missing[0])
         return f"{where} never ran (the kernel left early, for example by sys.exit)"
     return (
-        _guarded(Path(context.guard))
+        _guarded(Path(context.guard), execution)
         or _recorded(node, context, started)
         or _written(node, parameters)
     )
@@ -75,10 +75,12 @@ def _where(node: nbformat.NotebookNode, index: int) -> str:
     return f"cell [{number}] (`{first}`)"
 
 
-def _guarded(path: Path) -> str | None:
+def _guarded(path: Path, execution: Execution) -> str | None:
     if not path.is_file():
         return "the guard in the kernel left no findings; the kernel ended before its last check"
     findings = json.loads(path.read_text(encoding="utf-8"))
+    # Sampling from outside misses short peaks of the kernel; it knows its own.
+    execution.peak_bytes = max(execution.peak_bytes, findings["peak_bytes"])
     if findings["executable"] != sys.executable:
         return f"the kernel ran {findings['executable']}, the runner is {sys.executable}"
     return "; ".join(findings["failures"]) or None

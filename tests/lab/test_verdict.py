@@ -156,6 +156,22 @@ def test_what_an_earlier_run_left_cannot_pass_for_new(course, make_book):
     assert summary["notebooks"][0]["status"] == "failed"
 
 
+def test_a_short_peak_of_memory_between_two_samples_is_seen(course):
+    # 300 MB for an instant; a plain kernel stays below 150 MB.
+    outcome = course.one("block = bytearray(300_000_000); del block")
+    assert outcome.status == 0, outcome.entry["reason"]
+    assert 300_000_000 < outcome.entry["peak_bytes"] < 600_000_000
+
+
+def test_memory_of_child_processes_counts(course):
+    code = "block = b'x' * 300_000_000; import time; time.sleep(2)"
+    outcome = course.one(
+        f"import sys, subprocess\nsubprocess.run([sys.executable, '-c', {code!r}])"
+    )
+    assert outcome.status == 0, outcome.entry["reason"]
+    assert 300_000_000 < outcome.entry["peak_bytes"] < 700_000_000
+
+
 def test_no_kernel_process_survives_its_notebook(course):
     outcome = course.one(
         "import subprocess, sys, time\n"
