@@ -98,7 +98,7 @@ def load_policy(name: str) -> Policy:
         return _load(name, str(SMALL_FOLDER), local=True)
     if name == "smollm2":
         return _load_smollm2(name)
-    if Path(name).expanduser().is_dir():
+    if name and Path(name).expanduser().is_dir():
         return _load(name, str(Path(name).expanduser()), local=True)
     if not _HUB_ID.fullmatch(name):
         raise InputError(

@@ -287,11 +287,17 @@ def test_inverse_cdf_takes_half_open_intervals_and_never_a_probability_of_zero()
 
 
 def test_inverse_cdf_reaches_every_id_of_a_large_vocabulary():
-    vocab = 150_000  # a float32 running sum has a spacing of 6e-8 and errors far above 1/vocab
+    vocab = 150_000
     logprobs = torch.full((1, vocab), -math.log(vocab))
     for i in (0, 1, vocab // 2, vocab - 2, vocab - 1):
         middle = torch.tensor([(i + 0.5) / vocab], dtype=torch.float64)
         assert sample_inverse_cdf(logprobs, middle).item() == i
+
+
+def test_inverse_cdf_reaches_a_last_id_that_a_float32_running_sum_would_lose():
+    logprobs = torch.tensor([[0.0, math.log(1e-9)]])  # float32 numbers near 1 are 6e-8 apart
+    uniforms = torch.tensor([1 - 1.5e-9, 1 - 0.5e-9], dtype=torch.float64)
+    assert sample_inverse_cdf(logprobs.expand(2, -1), uniforms).tolist() == [0, 1]
 
 
 def test_greedy_takes_the_most_probable_token():
