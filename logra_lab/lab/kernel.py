@@ -67,13 +67,15 @@ class MemoryMeter(threading.Thread):
 
     def run(self) -> None:
         """Sample until told to stop or until the process is gone."""
-        while not self.done.wait(self.every_s):
+        while True:
             try:
                 tree = [self.root, *self.root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 return
             self.seen.update({process.pid: process for process in tree})
             self.peak_bytes = max(self.peak_bytes, sum(map(_bytes_of, tree)))
+            if self.done.wait(self.every_s):
+                return
 
     def end_processes(self) -> None:
         """Kill whatever of the tree is still alive."""

@@ -166,7 +166,8 @@ def print_table(
     console.print(table)
     for result in results:
         if result.reason:
-            console.print(f"[bold]{result.notebook}[/bold]: {_clean(result.reason)}")
+            said = f"[bold]{result.notebook}[/bold]: {_clean(result.reason)}"
+            console.print(said, soft_wrap=True, highlight=False)
         if remark := result.remark(preset):
             console.print(f"note on {result.notebook}: {remark}")
     for folder, what in (

@@ -36,6 +36,7 @@ def test_a_notebook_that_papermill_lets_pass_fails_with_a_named_reason(course, c
     outcome = course.one(*cells)
     assert outcome.status == 1
     assert outcome.entry["status"] == "failed"
+    assert outcome.entry["peak_bytes"] > 10 * 2**20  # an interpreter, however short its life
     assert reason in outcome.entry["reason"]
     assert reason in outcome.text
     # The file itself says so, and no code cell that did not run reads `completed`.
