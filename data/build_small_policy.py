@@ -30,9 +30,8 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 DATA = Path(__file__).resolve().parent
 FOLDER = DATA / "small_policy"
@@ -63,14 +62,18 @@ def all_pairs(*, held: bool) -> list[tuple[int, int]]:
     return [(a, b) for a in range(100) for b in range(100) if held_out(a, b) == held]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; `<pad>` (0), `<eos>` (1) and `<unk>` (2) are three distinct tokens."""
-    vocab = {token: i for i, token in enumerate([PAD, EOS, UNK, *ALPHABET])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a character; `<pad>` (0), `<eos>` (1) and `<unk>` (2) are three distinct tokens.
+
+    Byte-level BPE without merges: `AutoTokenizer` gives every Qwen2-architecture folder the class
+    Qwen2Tokenizer, whatever its files say (transformers 5.19), and that class replaces another
+    splitter. In its alphabet a space is written Ġ and a newline Ċ. Characters outside ALPHABET
+    have no token and are dropped, as in any byte-level vocabulary that lacks their bytes.
+    """
+    tokens = [PAD, EOS, UNK, *ALPHABET.replace(" ", "Ġ").replace("\n", "Ċ")]
+    return Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,
@@ -79,7 +82,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Four layers of width 128, head size 32 (vLLM's CPU attention needs at least 32)."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -256,7 +259,8 @@ def build() -> None:
         f"{parameters:,} parameters, {len(tokenizer)} tokens, "
         f"{len(all_pairs(held=True))} pairs held out"
     )
-    train(model, tokenizer.get_vocab(), random.Random(0))
+    vocab = {token: tokenizer.encode(token)[0] for token in (PAD, EOS, *ALPHABET)}
+    train(model, vocab, random.Random(0))
     shutil.rmtree(FOLDER, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(FOLDER)
     tokenizer.save_pretrained(FOLDER)

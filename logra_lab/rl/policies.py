@@ -34,6 +34,7 @@ SMOLLM2_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*tokenizer*.py")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -134,6 +135,8 @@ def make_policy(model: PreTrainedModel, tokenizer: Any, name: str) -> Policy:
 def _load(
     name: str, source: str, *, local: bool, gguf_file: str | None = None, **options: Any
 ) -> Policy:
+    if local and gguf_file is None:
+        _require_tokenizer(name, Path(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=local, gguf_file=gguf_file
@@ -156,6 +159,16 @@ def _load(
         ) from error
     _forget_quantisation(model)
     return make_policy(model, tokenizer, name)
+
+
+def _require_tokenizer(name: str, folder: Path) -> None:
+    """transformers 5.19 makes an empty tokenizer, without a word, where the files are missing."""
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        raise InputError(
+            f"policy {name!r}: the folder has no tokenizer; expected one of "
+            f"{', '.join(TOKENIZER_FILES)}; save it there with tokenizer.save_pretrained(folder), "
+            "so that it is a complete model folder"
+        )
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:

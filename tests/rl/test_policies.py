@@ -133,7 +133,7 @@ def test_a_chat_template_is_used_with_the_generation_prompt():
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"tokenizer": None, "tokenizer_config": None}, "tokenizer"),
+        ({"tokenizer": None, "tokenizer_config": None}, "no tokenizer"),
         ({"model": None}, "weights"),
         ({"config": "{not json"}, "config.json"),
     ],
