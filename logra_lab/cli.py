@@ -11,10 +11,7 @@ from pathlib import Path
 
 from logra_lab.errors import InputError, LograError
 
-BENCHES = (
-    *("step", "probe", "policy", "llm", "sync"),
-    *("kernels", "memory", "cluster", "faults", "peers"),
-)
+BENCHES = ("step", "probe", "policy", "llm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 from logra_lab.errors import InputError
 
@@ -28,7 +29,10 @@ class Preset:
     kl_end: float
     max_new_tokens: int
     temperature: float
+    train_problems: int
     eval_problems: int
+    eval_samples: int
+    task_params: tuple[tuple[str, Any], ...]  # of the task's generator, as items
     # The one-matrix notebook.
     d: int
     k: int
@@ -50,7 +54,10 @@ _LAPTOP = Preset(
     kl_end=1e-3,
     max_new_tokens=16,
     temperature=1.0,
+    train_problems=4096,
     eval_problems=256,
+    eval_samples=8,
+    task_params=(),
     d=4096,
     k=4096,
     n=512,
@@ -64,6 +71,7 @@ _ONE_GPU = replace(
     name="one_gpu",
     policy="Qwen/Qwen2.5-1.5B",
     task="dapo_math",
+    train_problems=14000,
     steps=300,
     prompts_per_step=256,
     seeds=(0,),
@@ -87,6 +95,7 @@ PRESETS: dict[str, Preset] = {
             prompts_per_step=64,
             seeds=(0, 1),
             eval_problems=64,
+            eval_samples=4,
             d=192,
             k=256,
             n=64,
@@ -98,7 +107,9 @@ PRESETS: dict[str, Preset] = {
             _LAPTOP,
             name="smollm",
             policy="smollm2",
-            task="reasoning_gym:basic_arithmetic",
+            task="reasoning_gym:chain_sum",
+            task_params=(("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 2)),
+            train_problems=2000,
             steps=40,
             prompts_per_step=48,
             seeds=(0,),
@@ -108,6 +119,7 @@ PRESETS: dict[str, Preset] = {
             kl_end=4e-4,
             max_new_tokens=32,
             eval_problems=200,
+            eval_samples=4,
         ),
         _ONE_GPU,
         replace(_ONE_GPU, name="eight_gpu", policy="Qwen/Qwen2.5-7B", prompts_per_step=512),

@@ -7,7 +7,7 @@ same probe, and have no control over it.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,7 @@ class LoGRALearner(LoGRA):
     def weights(self) -> dict[str, Tensor]:
         """The trained matrices by state-dict key."""
         return {
-            f"{path}.weight": layer.module.weight.data
-            for path, layer in self.sketch.layers.items()
+            f"{path}.weight": layer.module.weight.data for path, layer in self.sketch.layers.items()
         }
 
 
@@ -114,7 +113,9 @@ def make_learner(policy: Policy, config: TrainConfig) -> Learner:
         )
     linears = find_targets(policy.model, config.targets)
     if config.method == "adam":
-        dense = {f"{path}.weight": module.weight for path, module in linears.items()}
+        dense = {
+            f"{path}.weight": cast(nn.Parameter, module.weight) for path, module in linears.items()
+        }
         return AdamLearner(policy.model, dense, config)
     from peft import LoraConfig, get_peft_model
 

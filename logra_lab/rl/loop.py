@@ -1,34 +1,25 @@
-"""The one-process PPO loop: generate → score → advantage → update → record.
+"""Run a configuration from its first step to its last: tasks, records, checkpoints, Ctrl-C."""
 
-`Run.one_step` is a training step on one page. Everything random is a function of (seed, step,
-problem, sample), so a resumed run continues bit for bit, and a skipped step leaves weights,
-moments, baseline, version, draw and t as they were.
-"""
-
-import math
-import random
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from logra_lab.errors import InputError
-from logra_lab.rl import checkpoint, ppo
-from logra_lab.rl.config import TrainConfig
-from logra_lab.rl.environment import peak_memory_mib
-from logra_lab.rl.evaluate import EvalResult, evaluate
+from logra_lab.rl import checkpoint
+from logra_lab.rl.config import TrainConfig, make_config
+from logra_lab.rl.evaluate import EvalResult
 from logra_lab.rl.interrupt import StopRequest
-from logra_lab.rl.learners import make_learner
-from logra_lab.rl.outcomes import Problem, Verifier
+from logra_lab.rl.outcomes import Verifier
 from logra_lab.rl.policies import Policy, load_policy
 from logra_lab.rl.records import RunRecord
-from logra_lab.rl.rollout import HFEngine
+from logra_lab.rl.run import Run
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task, load_task
+
+if TYPE_CHECKING:
+    from logra_lab.lab.presets import Preset
 
 EVAL_SEED, TRAIN_SEED = 1, 2  # of the problem generators: the same problems for every run seed
 CHECKPOINT = "checkpoint.pt"
@@ -43,250 +34,6 @@ def load_tasks(config: TrainConfig, verifier: Verifier | None = None) -> tuple[T
         config.task, size=config.train_problems, seed=TRAIN_SEED, exclude=seen, **common
     )
     return train, held_out
-
-
-def draw_batch(task: Task, seed: int, step: int, size: int) -> list[Problem]:
-    """Problems of step 1, 2, …: consecutive cuts of one shuffle of the task per epoch."""
-    order: dict[int, list[int]] = {}
-    batch = []
-    for place in range((step - 1) * size, step * size):
-        epoch, index = divmod(place, len(task))
-        if epoch not in order:
-            order[epoch] = list(range(len(task)))
-            random.Random(f"{seed}:order:{epoch}").shuffle(order[epoch])
-        batch.append(task[order[epoch][index]])
-    return batch
-
-
-class Run:
-    """A policy, a learner, an engine and a scorer, and the state that a checkpoint holds."""
-
-    def __init__(
-        self, config: TrainConfig, policy: Policy, train: Task, held_out: Task, scorer: ScoringPool
-    ) -> None:
-        self.config, self.policy, self.scorer = config, policy, scorer
-        self.train, self.held_out = train, held_out
-        self.learner = make_learner(policy, config)  # may wrap policy.model (LoRA)
-        if config.checkpointing != "none":
-            reentrant = config.checkpointing == "reentrant"
-            policy.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            if reentrant:  # it differentiates its inputs only; a frozen embedding has to ask
-                policy.model.enable_input_require_grads()
-        self.engine = HFEngine(
-            policy,
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-            batch_size=config.generate_batch,
-        )
-        self.baseline = ppo.RewardBaseline(config.baseline_decay)
-        self.step = self.version = self.equal_rewards = 0
-
-    def one_step(self) -> dict[str, Any]:
-        """One batch: its record, with `skipped` naming the reason when nothing was changed."""
-        config, clock = self.config, Clock()
-        self.step += 1
-        problems = draw_batch(self.train, config.seed, self.step, config.prompts_per_step)
-        prompts = [self.policy.encode(problem.prompt) for problem in problems]
-        rollout = self.engine.generate(prompts, self.sampling_keys(problems))
-        clock.lap("seconds_generate")
-        scores = self.scorer.score(rollout.texts, problems, rollout.finish)
-        clock.lap("seconds_score")
-
-        rewards = [s.reward for s in scores if s.reward is not None]
-        mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
-        b = self.baseline.value(mean)
-        samples = ppo.judged_samples(rollout, scores, b)
-        record = self.describe(rollout, scores, rewards, mean, b)
-        skipped = self.no_signal(samples)
-        if skipped is None:
-            pieces = ppo.microbatches(samples, config.microbatch_tokens)
-            batches = [ppo.token_batch(p, self.policy.pad_id, self.device) for p in pieces]
-            probe = self.probe(samples)
-            tokens = sum(len(s.response) for s in samples)
-            before = self.version
-            for _ in range(config.updates_per_batch):
-                skipped = self.update(batches, probe, tokens, record, clock)
-            if self.version > before:
-                self.baseline.update(mean)
-                if skipped is not None:  # some, but not all, of the batch's updates
-                    record["warnings"].append(f"a further update was skipped: {skipped}")
-                    skipped = None
-        record |= clock.seconds | {
-            "version": self.version,
-            "t": self.version,
-            "skipped": skipped,
-            "seconds_step": clock.total(),
-            "peak_memory_mib": peak_memory_mib(),
-        }
-        return record
-
-    def update(
-        self,
-        batches: list[ppo.TokenBatch],
-        probe: list[Callable[[], torch.Tensor]],
-        tokens: int,
-        record: dict[str, Any],
-        clock: "Clock",
-    ) -> str | None:
-        """Forward and backward over the microbatches, then the learner's step."""
-        config, stats = self.config, ppo.LossStats()
-        for batch in batches:
-            with self.autocast():
-                logits = batch.logits(self.policy.model)
-            loss = ppo.ppo_loss(
-                logits,
-                batch,
-                normaliser=tokens,
-                temperature=config.temperature,
-                clip=config.clip,
-                stats=stats,
-            )
-            loss.backward()
-            del logits, loss
-        record |= stats.to_dict() | {"tokens": tokens}
-        if not math.isfinite(stats.loss):
-            self.learner.discard()
-            return f"the loss is {stats.loss}"
-        clock.lap("seconds_train")
-        report = self.learner.step(probe, gap=record["logprob_gap"])
-        clock.lap("seconds_update")
-        skipped = report.skipped
-        if skipped is None:
-            self.version += 1
-            record |= {k: v for k, v in report.to_dict().items() if k not in ("t", "skipped")}
-        return skipped
-
-    def no_signal(self, samples: list[ppo.Sample]) -> str | None:
-        if not samples:
-            return "no generated tokens of a judged response"
-        largest = max(abs(s.advantage) for s in samples)
-        return None if largest >= 1e-3 else f"max|A| is {largest:.1e}: no learning signal"
-
-    def probe(self, samples: list[ppo.Sample]) -> list[Callable[[], torch.Tensor]]:
-        """Logits of the first few responses of the batch (its order is random)."""
-        cut = self.config.probe_tokens
-        chosen = [
-            ppo.Sample(s.prompt, s.response[:cut], s.logprobs[:cut], s.finish, s.advantage)
-            for s in samples[: self.config.probe_responses]
-        ]
-        batches = [
-            ppo.token_batch(piece, self.policy.pad_id, self.device)
-            for piece in ppo.microbatches(chosen, self.config.microbatch_tokens)
-        ]
-
-        def forward(batch: ppo.TokenBatch) -> Callable[[], torch.Tensor]:
-            def logits() -> torch.Tensor:
-                with self.autocast():
-                    return batch.logits(self.policy.model)
-
-            return logits
-
-        return [forward(batch) for batch in batches]
-
-    def describe(
-        self, rollout: Any, scores: Any, rewards: list[float], mean: float, b: float
-    ) -> dict[str, Any]:
-        """The part of the record that generation and scoring decide; raises the warning."""
-        outcomes = Counter(str(s.outcome) for s in scores)
-        same = len(set(rewards)) <= 1
-        self.equal_rewards = self.equal_rewards + 1 if same else 0
-        limit = self.config.warn_after_equal_rewards
-        warnings = []
-        if self.equal_rewards and self.equal_rewards % limit == 0:
-            warnings.append(
-                f"no learning signal: {self.equal_rewards} batches of identical rewards "
-                f"(all {rewards[0] if rewards else 'unjudged'}); look at the verifier and the task"
-            )
-        lengths = [len(ids) for ids in rollout.response_ids]
-        return {
-            "step": self.step,
-            "reward_mean": mean if rewards else None,
-            "accuracy": outcomes["correct"] / len(rewards) if rewards else None,
-            "baseline": b,
-            "advantage_max": max((abs(r - b) for r in rewards), default=None),
-            "response_tokens_mean": sum(lengths) / len(lengths),
-            "truncated_share": sum(f == "length" for f in rollout.finish) / len(lengths),
-            "outcomes": dict(sorted(outcomes.items())),
-            "warnings": warnings,
-        }
-
-    def sampling_keys(self, problems: list[Problem]) -> list[str]:
-        """(run, step, prompt, sample) of each row; a prompt drawn twice is sample 0 and 1."""
-        seen: Counter[str] = Counter()
-        keys = []
-        for problem in problems:
-            keys.append(f"{self.config.seed}:{self.step}:{problem.id}:{seen[problem.id]}")
-            seen[problem.id] += 1
-        return keys
-
-    def evaluate(self) -> EvalResult:
-        return evaluate(
-            self.engine,
-            self.policy,
-            self.held_out,
-            self.scorer,
-            samples=self.config.eval_samples,
-            run_seed=self.config.seed,
-            tag="held-out",
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self.policy.model.device
-
-    def autocast(self) -> Any:
-        if self.config.autocast == "none":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "config": self.config.model_dump(mode="json"),
-            "step": self.step,
-            "version": self.version,
-            "equal_rewards": self.equal_rewards,
-            "baseline": {"ema": self.baseline.ema, "count": self.baseline.count},
-            "learner": self.learner.state_dict(),
-            "weights": self.learner.weights(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        free = {"steps", "checkpoint_every", "eval_every"}  # may change on resume
-        mine = self.config.model_dump(mode="json")
-        changed = [k for k in mine if k not in free and state["config"].get(k) != mine[k]]
-        if changed:
-            raise InputError(
-                f"the checkpoint was made with other settings: {', '.join(changed)} differ; "
-                "resume with its own, or start a new run"
-            )
-        weights = self.learner.weights()
-        if weights.keys() != state["weights"].keys():
-            odd = sorted(weights.keys() ^ state["weights"].keys())
-            raise InputError(f"checkpoint and model differ in {odd[:5]}: load the same policy")
-        self.learner.load_state_dict(state["learner"])
-        for name, weight in weights.items():
-            weight.copy_(state["weights"][name])
-        self.step, self.version = state["step"], state["version"]
-        self.equal_rewards = state["equal_rewards"]
-        self.baseline.ema = state["baseline"]["ema"]
-        self.baseline.count = state["baseline"]["count"]
-
-
-class Clock:
-    """Wall seconds by name; `lap` closes the stretch since the last one."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
-        self.last = now
-
-    def total(self) -> float:
-        return time.perf_counter() - self.start
 
 
 def train(
@@ -361,3 +108,87 @@ def _steps(
             raise KeyboardInterrupt
         if run.step == config.steps or (config.eval_every and run.step % config.eval_every == 0):
             yield judged()
+
+
+def preset_config(preset: "Preset", **settings: Any) -> TrainConfig:
+    """The preset's training run as a configuration; `settings` override single fields."""
+    base: dict[str, Any] = {
+        "policy": preset.policy,
+        "task": preset.task,
+        "task_params": dict(preset.task_params),
+        "train_problems": preset.train_problems,
+        "steps": preset.steps,
+        "prompts_per_step": preset.prompts_per_step,
+        "rank": preset.rank,
+        "update_ratio": preset.update_ratio,
+        "kl_start": preset.kl_start,
+        "kl_end": preset.kl_end,
+        "max_new_tokens": preset.max_new_tokens,
+        "temperature": preset.temperature,
+        "eval_problems": preset.eval_problems,
+        "eval_samples": preset.eval_samples,
+    }
+    if settings.get("method", "logra") != "logra":
+        base |= {"kl_start": None, "kl_end": None}  # the baselines have no KL control
+    return make_config(**(base | settings))
+
+
+def main(
+    preset: "Preset",
+    *,
+    policy: str | None,
+    run_dir: Path | None,
+    resume: bool,
+    settings: Mapping[str, str],
+) -> int:
+    """`logra-lab train`: run, show progress with an ETA, end with the numbers and their place."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from rich.table import Table
+
+    chosen = {name: _value(text) for name, text in settings.items()}
+    if policy is not None:
+        chosen["policy"] = policy
+    config = preset_config(preset, **chosen)
+    folder = run_dir or Path("runs") / f"train-{preset.name}"
+    if resume and not (folder / CHECKPOINT).is_file():
+        raise InputError(f"nothing to resume: {folder / CHECKPOINT} does not exist")
+    console = Console(stderr=True)
+    bar = Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with bar:
+        job = bar.add_task("evaluating", total=config.steps)
+
+        def show(line: dict[str, Any]) -> None:
+            kl = line.get("kl_realised")
+            text = (
+                f"accuracy {line['accuracy'] or 0:.0%}, tokens {line['response_tokens_mean']:.1f}"
+            )
+            text += "" if kl is None else f", KL {kl:.1e}"
+            bar.update(job, completed=line["step"], description=line["skipped"] or text)
+            for warning in line["warnings"]:
+                console.print(f"step {line['step']}: {warning}")
+
+        _, results = train(config, folder, resume=resume, on_step=show)
+    table = Table("", "Pass@1 (95 %)", "Pass@4", "tokens", "truncated", title=f"{config.task}")
+    names = [*("before",) * (len(results) > 1), *("during",) * (len(results) - 2), "after"]
+    for name, result in zip(names, results, strict=True):
+        low, high = result.pass_at_1_interval
+        four = "–" if result.pass_at_4 is None else f"{result.pass_at_4:.1%}"
+        table.add_row(
+            name,
+            f"{result.pass_at_1:.1%} ({low:.1%} to {high:.1%})",
+            four,
+            f"{result.mean_length:.1f}",
+            f"{result.truncated_share:.1%}",
+        )
+    Console().print(table)
+    Console().print(f"records and checkpoint: {folder}")
+    return 0
+
+
+def _value(text: str) -> Any:
+    """A setting as JSON (numbers, booleans, null, lists) or, failing that, as plain text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,84 @@
+"""`logra-lab bench NAME`: the project's numbers, each with the bound it is held to.
+
+A bench module has `run(quick) -> dict[str, Figure]`. The JSON and the table show the same:
+`{"bench", "machine", "versions", "figures": {key: {value, unit, low, high, bound, holds}}}`.
+Times are ratios from interleaved runs; `--quick` only tries the machinery.
+"""
+
+import importlib
+import json
+import operator
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from logra_lab.errors import InputError
+
+_COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value, the spread it came from, and the bound it should hold (``"<= 0.78"``)."""
+
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    bound: str | None = None
+    holds: bool | None = None
+
+
+def figure(
+    value: float | Sequence[float], unit: str, bound: str | None = None, *, centre: str = "median"
+) -> Figure:
+    """A figure from one value, or from several: their median (or mean) with minimum and maximum."""
+    values = [float(value)] if isinstance(value, (int, float)) else [float(v) for v in value]
+    middle = getattr(statistics, centre)(values)
+    holds = None
+    if bound is not None:
+        sign, limit = bound.split()
+        holds = bool(_COMPARE[sign](middle, float(limit)))
+    spread = (min(values), max(values)) if len(values) > 1 else (None, None)
+    return Figure(middle, unit, *spread, bound, holds)
+
+
+def main(name: str, *, json_path: str | None, quick: bool) -> int:
+    """Run a bench; print its table and, if asked, write its JSON (``-`` for standard output)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from logra_lab.rl.environment import hardware, versions
+
+    if json_path not in (None, "-") and not Path(json_path).resolve().parent.is_dir():
+        raise InputError(f"--json {json_path}: its folder does not exist; make it first")
+    figures: dict[str, Figure] = importlib.import_module(f"logra_lab.bench.{name}").run(quick)
+    result = {
+        "bench": name,
+        "quick": quick,
+        "machine": hardware(),
+        "versions": versions(),
+        "figures": {key: asdict(value) for key, value in figures.items()},
+    }
+    table = Table("figure", "value", "low", "high", "unit", "bound", "holds", title=f"bench {name}")
+    for key, f in figures.items():
+        verdict = {True: "yes", False: "NO", None: ""}[f.holds]
+        table.add_row(key, *(_short(x) for x in (f.value, f.low, f.high)), f.unit, f.bound, verdict)
+    Console(stderr=json_path == "-").print(table)
+    text = json.dumps(result, indent=2) + "\n"
+    if json_path == "-":
+        sys.stdout.write(text)
+    elif json_path is not None:
+        Path(json_path).write_text(text)
+    return 0
+
+
+def say(text: str) -> None:
+    """Progress of a bench, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
