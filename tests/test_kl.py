@@ -5,6 +5,7 @@ import gc
 import math
 import runpy
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical, kl_divergence
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from logra_lab import kl
 from logra_lab.errors import InputError
@@ -342,6 +344,36 @@ def test_probing_catches_changed_weights_left_hooks_or_a_touched_sketch(method):
     assert torch.equal(U, factor)
     forward().square().sum().backward()  # the sketch still listens
     torch.testing.assert_close(sketch.flat, 2 * S, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["jvp", "fd"])
+def test_a_forward_that_turns_gradients_on_catches_a_sketch_that_listens(method):
+    sketch, U, forward = setup(decoder())
+    listening = []
+
+    def with_gradients():
+        with torch.enable_grad():
+            z = forward()
+        listening.append(z.requires_grad)
+        return z
+
+    assert kl.predict(sketch, U, with_gradients, method=method).kl > 0
+    assert not any(listening)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_models_catch_a_probe_that_recomputation_breaks(reentrant):
+    """Non-reentrant: forward mode runs through it. Reentrant has no rule: finite difference."""
+    sketch, U, forward = setup(decoder())
+    expected = kl.predict(sketch, U, forward, method="jvp").kl
+    model = sketch.model
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        got = kl.predict(sketch, U, forward, method="auto")
+    assert got.method == ("fd" if reentrant else "jvp")
+    assert got.kl == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["auto", "jvp", "fd"])

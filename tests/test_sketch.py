@@ -3,6 +3,7 @@
 import copy
 import math
 import runpy
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -531,6 +532,24 @@ def test_saved_activations_catch_a_layer_that_keeps_its_input():
         model(torch.randn(5, 13, requires_grad=True))
     assert (5, 13) not in saved
     assert (5, 3) in saved
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_inputs_catch_an_activation_that_outlives_the_forward(share):
+    """The normed hidden states that q/k/v and gate/up read: nobody but autograd may hold them."""
+    model = decoder(layers=1)
+    Sketch(model, RANK, share_inputs=share)
+    inputs = []
+    for name in ("q_proj", "gate_proj", "down_proj"):
+        getattr(model.blocks[0], name).register_forward_hook(
+            lambda module, args, y: inputs.append(weakref.ref(args[0]))
+        )
+    with torch.no_grad():
+        model(token_ids())
+    value = model(token_ids()).sum()
+    assert len(inputs) == 6
+    assert all(ref() is None for ref in inputs)
+    value.backward()
 
 
 # --- bad input -----------------------------------------------------------------------------------
