@@ -475,6 +475,10 @@ def test_state_dict_catches_a_view_of_the_running_moment():
     optimizer.step(probe_of(model))
     assert torch.equal(state["v"], kept["v"])
     assert state["t"] == kept["t"] == 2
+    later = optimizer.state_dict()
+    kept = later["v"].clone()
+    optimizer.load_state_dict(state)  # must not write into what was saved
+    assert torch.equal(later["v"], kept)
 
 
 @pytest.mark.parametrize(

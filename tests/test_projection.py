@@ -169,9 +169,11 @@ def test_project_gram_and_subtract_catch_a_missing_or_doubled_scale(kind):
     U = torch.randn(d, r, dtype=torch.float64, generator=g)
     torch.testing.assert_close(p.project(x), x @ A.T, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(p.gram(torch.float64), A @ A.T, rtol=1e-13, atol=1e-14)
-    expected = W - U @ A
-    p.subtract_(W, U)
-    torch.testing.assert_close(W, expected, rtol=1e-13, atol=1e-14)
+    expected = [W - U @ A, 2 * W - U[:2].sum(0) @ A]
+    weights = [W, 2 * W]
+    p.subtract_([(weights[0], U), (weights[1], U[:2].sum(0).expand(d, r))])  # one A, two readers
+    for weight, value in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, value, rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

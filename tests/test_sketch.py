@@ -552,6 +552,32 @@ def test_inputs_catch_an_activation_that_outlives_the_forward(share):
     value.backward()
 
 
+def test_projections_catch_a_cache_that_outlives_backward(monkeypatch):
+    made, project = [], Projection.project
+
+    def keep(self, x):
+        P = project(self, x)
+        made.append(weakref.ref(P))
+        return P
+
+    monkeypatch.setattr(Projection, "project", keep)
+    model = decoder()
+    Sketch(model, RANK)
+    model(token_ids()).sum().backward()
+    assert len(made) == 2 * 4
+    assert all(ref() is None for ref in made)
+
+
+def test_an_unread_sibling_catches_an_input_held_for_a_reader_that_never_comes():
+    model = nn.ModuleDict({"q_proj": nn.Linear(6, 5), "k_proj": nn.Linear(6, 5)})
+    Sketch(model, 3, targets=["q_proj", "k_proj"])
+    x = torch.randn(7, 6)
+    ref = weakref.ref(x)
+    model["q_proj"](x).sum().backward()
+    del x
+    assert ref() is None
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
