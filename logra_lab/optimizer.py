@@ -261,6 +261,12 @@ class LoGRA:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; `InputError` names any difference in layers, rank, seed or scheme."""
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise InputError(
+                f"optimizer state lacks {sorted(missing)}: it is no `state_dict()` of LoGRA, "
+                "or the file is damaged; resume from another checkpoint"
+            )
         mine, theirs = self._identity(), state["fixed"]
         for key, value in mine.items():
             if theirs.get(key) != value:

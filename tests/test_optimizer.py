@@ -515,6 +515,17 @@ def test_loading_catches_a_renamed_layer_or_another_scheme():
             optimizer.load_state_dict(state)
 
 
+def test_loading_catches_a_damaged_state_that_is_half_applied():
+    _, optimizer = trained()
+    before = snapshot(optimizer)
+    for key in optimizer.state_dict():
+        state = optimizer.state_dict()
+        del state[key]
+        with pytest.raises(InputError, match=rf"lacks \['{key}'\]"):
+            optimizer.load_state_dict(state)
+    assert_same(snapshot(optimizer), before)
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
