@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,3 +44,18 @@ def project_root() -> Path:
 def interactive_folder() -> Path:
     """Where records and figures go when no runner is involved."""
     return project_root() / "runs" / "interactive"
+
+
+def work_folder(name: str) -> Path:
+    """An empty folder for what a notebook makes besides its record and figures (training runs).
+
+    It lies beside the records of this run, or of the interactive ones; what an earlier execution
+    left in the folder of that name is removed, as its record and figures are replaced.
+    """
+    context = run_context()
+    home = Path(context.record).parents[1] if context else interactive_folder()
+    folder = home / "training" / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder

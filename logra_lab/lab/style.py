@@ -38,6 +38,8 @@ _STYLE: dict[Any, Any] = {
     "savefig.bbox": "tight",
     "font.size": 11,
     "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.min_exponent": 3,  # 64 rather than 6.4 × 10¹ on a logarithmic axis
     "grid.color": "#D9D9D4",
     "grid.linewidth": 0.6,
     "axes.spines.top": False,
