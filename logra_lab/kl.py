@@ -30,9 +30,9 @@ Forward = Callable[[], Tensor]
 METHODS = ("auto", "jvp", "fd", "off")
 _ROWS = 256  # positions whose [rows, V] temporaries live at once
 # Finite difference: keep the change of a logit near this share of the logits' own spread. Smaller
-# drowns in rounding, larger sees the third derivative; at 2e-3 both are below 1e-4 of the KL of
-# small Hugging Face models in float32. (Their norms stay in float32 in a float64 model.)
-_FD_TARGET = {torch.float64: 3e-4, torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# drowns in rounding, larger sees the third derivative, whose share a second, halved step removes.
+# A model on which that second step has changed nothing is not asked for it again.
+_FD_TARGET = {torch.float64: 3e-4, torch.float32: 4e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _FD_TRIES = 4
 
 # What torch says where forward-mode AD does not reach: missing rules, functorch's own refusals.
@@ -83,7 +83,7 @@ class Prediction:
     tokens: int
     method: str
     logits: list[Tensor] | None = None  # of the unperturbed policy, where the probe has them
-    hint: float | None = None  # the finite difference's h that would have suited
+    hint: tuple[float, bool] | None = None  # for the next finite difference
 
 
 def variance_kl(
@@ -131,18 +131,19 @@ def predict(
     *,
     temperature: float = 1.0,
     method: str = "auto",
-    hint: float | None = None,
+    hint: tuple[float, bool] | None = None,
 ) -> Prediction:
     """KL(1) of W ← W − factor·A, over every position that `forwards` return.
 
     Args:
-        factor: rows laid out as `sketch.flat`. hint: step size h the finite difference tries first.
+        factor: rows laid out as `sketch.flat`. hint: the last finite difference's, so that it need not search.
         method: ``jvp`` (exact; needs ops with a forward-mode rule, so attention runs on its math
             path), ``fd`` (works with every kernel), ``auto`` (jvp, else fd with one warning).
 
     Raises `ProbeError` when the tangent is zero although the factor is not. The sketch and the
     weights are untouched; `BadPrediction` when there are no positions. Cost: jvp about two
-    forwards; fd two, and two more each time the step size h has to be corrected (3 times at most).
+    forwards; fd two where the policy is smooth at the step and four elsewhere, and more while
+    the first call looks for its step size (`hint` saves the next one that).
     """
     if method not in METHODS or method == "off":
         raise InputError(f"KL probe {method!r} is unknown; expected one of {METHODS[:3]}")
@@ -198,7 +199,7 @@ def _finite_difference(
     factor: Tensor,
     chunks: Sequence[Forward],
     temperature: float,
-    hint: float | None,
+    hint: tuple[float, bool] | None,
 ) -> Prediction:
     def run(h: float) -> tuple[float, float, int, float]:
         total, spread, tokens, target = 0.0, 0.0, 0, 1.0
@@ -218,19 +219,23 @@ def _finite_difference(
             target = _FD_TARGET[plus.dtype]
         return total / max(tokens, 1), math.sqrt(spread / max(tokens, 1)), tokens, target
 
-    h = hint if hint and math.isfinite(hint) and hint > 0 else 0.1
-    suited = None
+    h, smooth = hint or (0.1, False)
+    suited = h
     for _ in range(_FD_TRIES):
         kl, spread, tokens, target = run(h)
         # √(2 KL)·T is the spread of ż under p; relative to the logits' spread it judges h
         change = h * math.sqrt(2 * kl) * temperature / max(spread, 1e-30) if kl >= 0 else math.nan
         if not (math.isfinite(change) and change > 0):
-            break
+            return Prediction(kl, tokens, "fd")
         suited = h * target / change
         if target / 2 < change < target * 2:
             break
-        h = suited
-    return Prediction(kl, tokens, "fd", hint=suited)
+        h, smooth = suited, False
+    if not smooth:  # half the step tells the error in h², and takes it off (Richardson)
+        half = run(h / 2)[0]
+        smooth = abs(half / kl - 1) < (3e-7 if target < 1e-3 else 3e-5)  # float64, others
+        kl = (4 * half - kl) / 3
+    return Prediction(kl, tokens, "fd", hint=(suited, smooth))
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class LoGRA:
         self.v = torch.zeros(self.sketch.flat.shape[0], dtype=self.sketch.flat.dtype)
         self.v = self.v.to(self.sketch.flat.device)
         self.mismatch = kl.Mismatch()
-        self.fd_hint: float | None = None
+        self.fd_hint: tuple[float, bool] | None = None
 
     @property
     def draw(self) -> int:
@@ -255,7 +255,7 @@ class LoGRA:
             "t": self.t,
             "v": self.v.clone(),
             "mismatch": self.mismatch.m,
-            "fd_hint": self.fd_hint,
+            "fd_hint": None if self.fd_hint is None else list(self.fd_hint),
             "fixed": self._identity(),
         }
 
@@ -275,7 +275,8 @@ class LoGRA:
                     f"{_short(value)} here; resume with the settings of the checkpoint"
                 )
         self.v.copy_(state["v"])
-        self.t, self.fd_hint = state["t"], state["fd_hint"]
+        self.t = state["t"]
+        self.fd_hint = None if state["fd_hint"] is None else tuple(state["fd_hint"])
         self.mismatch = kl.Mismatch(state["mismatch"])
         self.sketch.zero_()
         self.sketch.redraw(self.draw)

@@ -25,6 +25,7 @@ class Preset:
     seeds: tuple[int, ...]
     rank: int
     update_ratio: float
+    variant: str
     kl_start: float
     kl_end: float
     max_new_tokens: int
@@ -49,7 +50,8 @@ _LAPTOP = Preset(
     prompts_per_step=256,
     seeds=(0, 1, 2),
     rank=32,
-    update_ratio=1e-3,
+    update_ratio=2e-3,
+    variant="plain",
     kl_start=5e-3,
     kl_end=1e-3,
     max_new_tokens=16,
@@ -77,6 +79,7 @@ _ONE_GPU = replace(
     seeds=(0,),
     rank=256,
     update_ratio=6e-5,
+    variant="norm_preserving",
     kl_start=2e-4,
     kl_end=2e-5,
     max_new_tokens=2048,

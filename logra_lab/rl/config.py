@@ -34,8 +34,8 @@ class TrainConfig(BaseModel):
     # The update.
     targets: tuple[str, ...] = TARGETS
     rank: int = Field(32, ge=1)
-    update_ratio: float = Field(1e-3, gt=0)
-    variant: Literal["norm_preserving", "plain"] = "norm_preserving"
+    update_ratio: float = Field(2e-3, gt=0)
+    variant: Literal["norm_preserving", "plain"] = "plain"
     projection: Literal["sign", "gaussian"] = "sign"
     share_inputs: bool = True
     refresh: bool = True

@@ -121,6 +121,7 @@ def preset_config(preset: "Preset", **settings: Any) -> TrainConfig:
         "prompts_per_step": preset.prompts_per_step,
         "rank": preset.rank,
         "update_ratio": preset.update_ratio,
+        "variant": preset.variant,
         "kl_start": preset.kl_start,
         "kl_end": preset.kl_end,
         "max_new_tokens": preset.max_new_tokens,
