@@ -33,7 +33,7 @@ _ROWS = 256  # positions whose [rows, V] temporaries live at once
 # drowns in rounding, larger sees the third derivative, whose share a second, halved step removes.
 # A model on which that second step has changed nothing is not asked for it again.
 _FD_TARGET = {torch.float64: 3e-4, torch.float32: 4e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_FD_TRIES = 4
+_FD_TRIES, _FD_DRIFT = 4, 3e-3
 
 # What torch says where forward-mode AD does not reach: missing rules, functorch's own refusals.
 _NO_FORWARD_MODE = ("forward ad", "forward mode", "forward-mode", "jvp", "functorch")
@@ -231,8 +231,13 @@ def _finite_difference(
         if target / 2 < change < target * 2:
             break
         h, smooth = suited, False
-    if not smooth:  # half the step tells the error in h², and takes it off (Richardson)
+    if not smooth and target < 1e-2:  # half the step tells the error in h², and takes it off
         half = run(h / 2)[0]
+        for _ in range(_FD_TRIES):
+            if kl > 0 and abs(half / kl - 1) < _FD_DRIFT:
+                break
+            h, kl, suited = h / 2, half, h / 2  # the h⁴ that is left would still be felt
+            half = run(h / 2)[0]
         smooth = abs(half / kl - 1) < (3e-7 if target < 1e-3 else 3e-5)  # float64, others
         kl = (4 * half - kl) / 3
     return Prediction(kl, tokens, "fd", hint=(suited, smooth))

@@ -32,17 +32,28 @@ class Figure:
 
 
 def figure(
-    value: float | Sequence[float], unit: str, bound: str | None = None, *, centre: str = "median"
+    value: float | Sequence[float], unit: str, bound: str | None = None, *, every: bool = False
 ) -> Figure:
-    """A figure from one value, or from several: their median (or mean) with minimum and maximum."""
+    """A figure from one value, or from several: their median with minimum and maximum.
+
+    `bound` is ``"<= 0.78"`` or a range ``"0.95 .. 1.05"``; it is held by the median, or with
+    `every` by each value.
+    """
     values = [float(value)] if isinstance(value, (int, float)) else [float(v) for v in value]
-    middle = getattr(statistics, centre)(values)
+    middle = statistics.median(values)
     holds = None
     if bound is not None:
-        sign, limit = bound.split()
-        holds = bool(_COMPARE[sign](middle, float(limit)))
-    spread = (min(values), max(values)) if len(values) > 1 else (None, None)
-    return Figure(middle, unit, *spread, bound, holds)
+        holds = all(_within(v, bound) for v in (values if every else [middle]))
+    several = len(values) > 1
+    low, high = (min(values), max(values)) if several else (None, None)
+    return Figure(middle, unit, low, high, bound, holds)
+
+
+def _within(value: float, bound: str) -> bool:
+    first, second, *third = bound.split()
+    if second == "..":
+        return float(first) <= value <= float(third[0])
+    return bool(_COMPARE[first](value, float(second)))
 
 
 def main(name: str, *, json_path: str | None, quick: bool) -> int:

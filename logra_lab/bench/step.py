@@ -21,7 +21,7 @@ Step = Callable[[], Any]
 
 def run(quick: bool) -> dict[str, Figure]:
     """Interleaved ratios, and the bytes of each method at rank 64."""
-    size = {"hidden_size": 128, "intermediate_size": 512} if quick else {}
+    size = {"hidden_size": 128} if quick else {}
     tokens, ranks, rounds = (64, (8, 16), 2) if quick else (512, (64, 256), 9)
     low, high = ranks
     bench = _Bench(tokens, size)
@@ -76,11 +76,13 @@ class _Bench:
     def __init__(self, tokens: int, size: dict[str, int]) -> None:
         from transformers import Qwen2Config
 
+        hidden = size.get("hidden_size", 1024)
         self.config = Qwen2Config(
-            **{"hidden_size": 1024, "intermediate_size": 4096, **size},
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
             num_hidden_layers=4,
-            num_attention_heads=size.get("hidden_size", 1024) // 64,
-            num_key_value_heads=size.get("hidden_size", 1024) // 64,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
             vocab_size=4096,
         )
         torch.manual_seed(0)

@@ -39,7 +39,7 @@ _STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.formatter.min_exponent": 3,  # 64 rather than 6.4 × 10¹ on a logarithmic axis
+    "axes.formatter.min_exponent": 2,  # 60, not 6 × 10¹, on a logarithmic axis
     "grid.color": "#D9D9D4",
     "grid.linewidth": 0.6,
     "axes.spines.top": False,
