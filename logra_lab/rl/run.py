@@ -9,8 +9,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,8 +52,6 @@ class Run:
         self.config, self.policy, self.scorer = config, policy, scorer
         self.train, self.held_out = train, held_out
         self.learner = make_learner(policy, config)  # may wrap policy.model (LoRA)
-        if config.checkpointing != "none":
-            checkpoint_activations(policy.model, reentrant=config.checkpointing == "reentrant")
         self.engine = HFEngine(
             policy,
             temperature=config.temperature,
@@ -113,7 +111,7 @@ class Run:
         """Forward and backward over the microbatches, then the learner's step."""
         config, stats = self.config, ppo.LossStats()
         for batch in batches:
-            with self.autocast():
+            with self.autocast(), recomputed_layers(self.policy.model, config.checkpointing):
                 logits = batch.logits(self.policy.model)
             loss = ppo.ppo_loss(
                 logits,
@@ -255,21 +253,30 @@ class Run:
         self.baseline.count = state["baseline"]["count"]
 
 
-def checkpoint_activations(model: Any, *, reentrant: bool) -> None:
-    """Recompute decoder layers in backward, with dropout still off.
+@contextmanager
+def recomputed_layers(model: Any, mode: str) -> Iterator[None]:
+    """Forward passes inside recompute decoder layers in backward, with dropout still off.
 
     transformers recomputes a layer only while the layer itself is in training mode, so that flag
-    is set on the layers alone. Reentrant checkpoints differentiate their inputs, which a frozen
-    embedding has to ask for; not under `no_grad`, where a KL probe could not follow.
+    is set on the layers alone; and it lets the embedding's output ask for a gradient, which
+    reentrant checkpoints need above frozen parameters. Both only inside: neither generation nor a
+    KL probe goes backward, and forward-mode AD refuses the second.
     """
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
-    if reentrant:
-        model.get_input_embeddings().register_forward_hook(
-            lambda _, __, out: out.requires_grad_() if torch.is_grad_enabled() else None
-        )
+    if mode == "none":
+        yield
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    before = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, training in zip(layers, before, strict=True):
+            layer.training = training
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
 
 
 class Clock:
