@@ -12,7 +12,7 @@ from logra_lab.sketch import TARGETS
 class TrainConfig(BaseModel):
     """Settings of one run. KL in nats per generated token, lengths in tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     # What is trained, on what, by which method.
     policy: str = "small"

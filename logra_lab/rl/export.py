@@ -1,9 +1,10 @@
 """Hand a trained policy on as a plain Hugging Face folder, together with its record."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from logra_lab.errors import InputError, LograError
 from logra_lab.rl.atomic import sync_folder
@@ -20,7 +21,8 @@ class ExportRefused(LograError):
 def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) -> Path:
     """Write model, tokenizer and the run's `manifest.json` to the new folder `out_dir`.
 
-    The folder appears whole or not at all. Raises `ExportRefused` when the record holds no
+    The folder appears whole or not at all; peft adapters (LoRA) are merged into the weights, in a
+    copy of the model. Raises `ExportRefused` when the record holds no
     evaluation, or none after step 0 although steps were logged; `InputError` when `out_dir` is a
     file or a folder that is not empty; `RecordError` when the system refuses a write.
     """
@@ -33,7 +35,7 @@ def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) ->
         if temporary.exists():  # left by a crash
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
-        policy.model.save_pretrained(temporary)
+        _plain_model(policy).save_pretrained(temporary)
         policy.tokenizer.save_pretrained(temporary)
         shutil.copyfile(run_dir / "manifest.json", temporary / "manifest.json")
         _publish(temporary, out_dir)
@@ -43,6 +45,14 @@ def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) ->
         if temporary.exists():
             shutil.rmtree(temporary)
     return out_dir
+
+
+def _plain_model(policy: "Policy") -> Any:
+    """The model itself, or a copy of it with peft adapters merged into its weights."""
+    if not hasattr(policy.model, "merge_and_unload"):
+        return policy.model
+    wrapper: Any = copy.deepcopy(policy.model)
+    return wrapper.merge_and_unload()
 
 
 def _check_evaluated(run_dir: Path) -> None:

@@ -119,9 +119,11 @@ def make_learner(policy: Policy, config: TrainConfig) -> Learner:
         return AdamLearner(policy.model, dense, config)
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(config.seed)  # peft draws A from the global generator
     lora = LoraConfig(r=config.rank, lora_alpha=config.rank, target_modules=list(linears))
-    policy.model = get_peft_model(policy.model, lora)  # type: ignore[assignment]
+    gpus = [policy.model.device] if policy.model.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):  # peft draws A from the global generator
+        torch.manual_seed(config.seed)
+        policy.model = get_peft_model(policy.model, lora)  # type: ignore[assignment]
     policy.model.eval()
     adapters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     return AdamLearner(policy.model, adapters, config)

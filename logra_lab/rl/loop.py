@@ -13,7 +13,7 @@ from logra_lab.rl.evaluate import EvalResult
 from logra_lab.rl.interrupt import StopRequest
 from logra_lab.rl.outcomes import Verifier
 from logra_lab.rl.policies import Policy, load_policy
-from logra_lab.rl.records import RunRecord
+from logra_lab.rl.records import RunRecord, read_manifest
 from logra_lab.rl.run import Run
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task, load_task
@@ -60,6 +60,10 @@ def train(
         run = Run(config, policy or load_policy(config.policy), train_task, held_out, scorer)
         if saved is not None:
             run.load_state_dict(saved)
+            if run.step > config.steps:
+                raise InputError(
+                    f"the checkpoint is at step {run.step}, beyond steps = {config.steps}"
+                )
         record = stack.enter_context(
             RunRecord.open(
                 run_dir,
@@ -94,19 +98,24 @@ def _steps(
         )
         return result
 
-    if run.step == 0:
+    def due() -> bool:
+        at_end = run.step in (0, config.steps)
+        return at_end or bool(config.eval_every and run.step % config.eval_every == 0)
+
+    # Ctrl-C may have come between a step and its evaluation.
+    if due() and all(done["step"] != run.step for done in record.manifest["evaluations"]):
         yield judged()
     while run.step < config.steps:
         line = run.one_step()
         record.log(**line)
         if on_step is not None:
             on_step(line)
-        due = config.checkpoint_every and run.step % config.checkpoint_every == 0
-        if due or stop.requested or run.step == config.steps:
+        save = config.checkpoint_every and run.step % config.checkpoint_every == 0
+        if save or stop.requested or run.step == config.steps:
             checkpoint.save(run_dir / CHECKPOINT, run.state_dict())
         if stop.requested:
             raise KeyboardInterrupt
-        if run.step == config.steps or (config.eval_every and run.step % config.eval_every == 0):
+        if due():
             yield judged()
 
 
@@ -169,18 +178,18 @@ def main(
             for warning in line["warnings"]:
                 console.print(f"step {line['step']}: {warning}")
 
-        _, results = train(config, folder, resume=resume, on_step=show)
-    table = Table("", "Pass@1 (95 %)", "Pass@4", "tokens", "truncated", title=f"{config.task}")
-    names = [*("before",) * (len(results) > 1), *("during",) * (len(results) - 2), "after"]
-    for name, result in zip(names, results, strict=True):
-        low, high = result.pass_at_1_interval
-        four = "–" if result.pass_at_4 is None else f"{result.pass_at_4:.1%}"
+        train(config, folder, resume=resume, on_step=show)
+    table = Table("step", "Pass@1 (95 %)", "Pass@4", "tokens", "truncated", title=config.task)
+    for evaluation in read_manifest(folder)["evaluations"]:  # of earlier sessions too
+        result = evaluation["result"]
+        low, high = result["pass_at_1_interval"]
+        four = result["pass_at_4"]
         table.add_row(
-            name,
-            f"{result.pass_at_1:.1%} ({low:.1%} to {high:.1%})",
-            four,
-            f"{result.mean_length:.1f}",
-            f"{result.truncated_share:.1%}",
+            str(evaluation["step"]),
+            f"{result['pass_at_1']:.1%} ({low:.1%} to {high:.1%})",
+            "–" if four is None else f"{four:.1%}",
+            f"{result['mean_length']:.1f}",
+            f"{result['truncated_share']:.1%}",
         )
     Console().print(table)
     Console().print(f"records and checkpoint: {folder}")

@@ -188,7 +188,8 @@ def ppo_loss(
             stats.tokens += len(logp)
             stats.loss += loss.item()
             stats.clipped += int((clipped < unclipped).sum())
-            stats.ratio_max = max(stats.ratio_max, ratio.max().item())
+            if len(ratio):
+                stats.ratio_max = max(stats.ratio_max, ratio.max().item())
             stats.entropy -= (logp_all.exp() * logp_all).sum().item()
             stats.gap += gap.sum().item()
             stats.complete += gap.numel()

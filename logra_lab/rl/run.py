@@ -9,12 +9,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logra_lab import kl
 from logra_lab.errors import InputError
@@ -25,6 +24,7 @@ from logra_lab.rl.evaluate import EvalResult, evaluate
 from logra_lab.rl.learners import make_learner
 from logra_lab.rl.outcomes import Problem, Score
 from logra_lab.rl.policies import Policy
+from logra_lab.rl.recompute import recomputed_layers
 from logra_lab.rl.rollout import HFEngine, Rollout
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task
@@ -59,7 +59,12 @@ class Run:
             batch_size=config.generate_batch,
         )
         self.baseline = ppo.RewardBaseline(config.baseline_decay)
-        self.step = self.version = self.equal_rewards = 0
+        self.step = self.version = 0
+        self.equal_rewards = 0  # batches in a row whose rewards all were …
+        self.equal_value: float | None = None
+        weights = {w.data_ptr() for w in self.learner.weights().values()}
+        frozen = [p for p in policy.model.parameters() if p.data_ptr() not in weights]
+        self.frozen_norm = math.hypot(*(torch.linalg.vector_norm(p).item() for p in frozen))
 
     def one_step(self) -> dict[str, Any]:
         """One batch: its record, with `skipped` naming the reason when nothing was changed."""
@@ -168,14 +173,18 @@ class Run:
     ) -> dict[str, Any]:
         """The part of the record that generation and scoring decide; raises the warning."""
         outcomes = Counter(str(s.outcome) for s in scores)
-        same = len(set(rewards)) <= 1
-        self.equal_rewards = self.equal_rewards + 1 if same else 0
+        value = rewards[0] if rewards else None
+        if len(set(rewards)) > 1:
+            self.equal_rewards = 0
+        else:  # batches of ones and batches of zeros in turn do tell something
+            self.equal_rewards = self.equal_rewards + 1 if value == self.equal_value else 1
+        self.equal_value = value
         limit = self.config.warn_after_equal_rewards
         warnings = []
         if self.equal_rewards and self.equal_rewards % limit == 0:
             warnings.append(
                 f"no learning signal: {self.equal_rewards} batches of identical rewards "
-                f"(all {rewards[0] if rewards else 'unjudged'}); look at the verifier and the task"
+                f"(all {'unjudged' if value is None else value}); look at the verifier and the task"
             )
         lengths = [len(ids) for ids in rollout.response_ids]
         return {
@@ -225,6 +234,8 @@ class Run:
             "step": self.step,
             "version": self.version,
             "equal_rewards": self.equal_rewards,
+            "equal_value": self.equal_value,
+            "frozen_norm": self.frozen_norm,
             "baseline": {"ema": self.baseline.ema, "count": self.baseline.count},
             "learner": self.learner.state_dict(),
             "weights": self.learner.weights(),
@@ -232,8 +243,14 @@ class Run:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; `InputError` says what does not fit, before anything is changed."""
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise InputError(f"this is no checkpoint of a run: it lacks {sorted(missing)}")
         free = {"steps", "checkpoint_every", "eval_every"}  # may change on resume
         mine = self.config.model_dump(mode="json")
+        if mine["kl_end"] is not None and mine["kl_horizon"] is None:
+            free.remove("steps")  # the budget anneals over them
         changed = [k for k in mine if k not in free and state["config"].get(k) != mine[k]]
         if changed:
             raise InputError(
@@ -241,42 +258,23 @@ class Run:
                 "resume with its own, or start a new run"
             )
         weights = self.learner.weights()
-        if weights.keys() != state["weights"].keys():
-            odd = sorted(weights.keys() ^ state["weights"].keys())
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        theirs = {name: weight.shape for name, weight in state["weights"].items()}
+        if shapes != theirs:
+            odd = sorted({name for name, _ in shapes.items() ^ theirs.items()})
             raise InputError(f"checkpoint and model differ in {odd[:5]}: load the same policy")
+        if not math.isclose(self.frozen_norm, state["frozen_norm"], rel_tol=1e-5):
+            raise InputError(
+                f"the policy's frozen weights have norm {self.frozen_norm:.9g}, the checkpoint's "
+                f"{state['frozen_norm']:.9g}: load the same policy"
+            )
         self.learner.load_state_dict(state["learner"])
         for name, weight in weights.items():
             weight.copy_(state["weights"][name])
         self.step, self.version = state["step"], state["version"]
-        self.equal_rewards = state["equal_rewards"]
+        self.equal_rewards, self.equal_value = state["equal_rewards"], state["equal_value"]
         self.baseline.ema = state["baseline"]["ema"]
         self.baseline.count = state["baseline"]["count"]
-
-
-@contextmanager
-def recomputed_layers(model: Any, mode: str) -> Iterator[None]:
-    """Forward passes inside recompute decoder layers in backward, with dropout still off.
-
-    transformers recomputes a layer only while the layer itself is in training mode, so that flag
-    is set on the layers alone; and it lets the embedding's output ask for a gradient, which
-    reentrant checkpoints need above frozen parameters. Both only inside: neither generation nor a
-    KL probe goes backward, and forward-mode AD refuses the second.
-    """
-    if mode == "none":
-        yield
-        return
-    model.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    before = [layer.training for layer in layers]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer, training in zip(layers, before, strict=True):
-            layer.training = training
-        model.gradient_checkpointing_disable()
-        model.disable_input_require_grads()
 
 
 class Clock:
