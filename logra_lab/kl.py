@@ -243,6 +243,36 @@ def _finite_difference(
     return Prediction(kl, tokens, "fd", hint=(suited, smooth))
 
 
+class _Moved(torch.autograd.Function):
+    """y − t·P Uᵀ in one pass; along a tangent of t, one addition to the tangent of y.
+
+    P and U are constants: no tangent of theirs is looked at.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, P: Tensor, U: Tensor, t: Tensor | float) -> Tensor:
+        flat = y.reshape(-1, y.shape[-1])
+        step = float(t)
+        if step == 0:
+            return y.view_as(y)
+        moved = torch.addmm(flat, P.reshape(-1, P.shape[-1]), U.T, alpha=-step)
+        return moved.reshape(y.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        _, P, U, _ = inputs
+        ctx.save_for_forward(P, U)
+
+    @staticmethod
+    def jvp(ctx, y_dot, P_dot, U_dot, t_dot):  # type: ignore[no-untyped-def, override]
+        P, U = ctx.saved_tensors
+        P = P.reshape(-1, P.shape[-1])
+        if y_dot is None:
+            return (P @ U.T).mul_(-t_dot).reshape(*ctx.saved_tensors[0].shape[:-1], U.shape[0])
+        flat = y_dot.reshape(-1, y_dot.shape[-1])
+        return torch.addmm(flat, P * t_dot, U.T, alpha=-1).reshape(y_dot.shape)
+
+
 @contextmanager
 def perturbed(sketch: Sketch, factor: Tensor, t: Tensor | float) -> Iterator[None]:
     """Every target computes y − t·(X Aᵀ)Uᵀ inside: the policy after t of the update.
@@ -257,7 +287,7 @@ def perturbed(sketch: Sketch, factor: Tensor, t: Tensor | float) -> Iterator[Non
             x = args[0] if args else kwargs["input"]
             with torch.autocast(y.device.type, enabled=False):
                 P = layer.site.project(x, y.dtype, layer.path)
-                return y - t * (P @ U.to(y.dtype).T)
+                return _Moved.apply(y, P, U.to(y.dtype), t)
 
         return perturb
 

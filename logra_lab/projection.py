@@ -15,7 +15,7 @@ Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +36,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _BLOCK = 128  # signs per Philox call
+_BLOCK_NUMBERS = 1 << 18  # entries of A that exist at a time: 1 MiB of float32, about an L2 cache
 
 
 def canonical_path(path: str) -> str:
@@ -127,13 +128,37 @@ class Projection:
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Float[Tensor, "r k"]:
         """√r · A: signs ±1 (exact in every float type) or standard normals."""
+        return next(self.blocks(dtype, device, width=self.k))[1]
+
+    def blocks(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        width: int | None = None,
+    ) -> Iterator[tuple[slice, Float[Tensor, "r w"]]]:
+        """√r · A, some columns at a time: (columns, block).
+
+        Every block lies in one buffer, of 1 MiB in float32 by default, which stays in cache and
+        which the next block overwrites: use it before going on.
+        """
+        width = width or max(64, _BLOCK_NUMBERS // self.rank)
+        cuts = [slice(i, min(i + width, self.k)) for i in range(0, self.k, width)]
         if self.kind == "gaussian":
-            return self._normals().to(device, dtype)
+            normals = self._normals().to(device, dtype)
+            yield from ((cut, normals[:, cut]) for cut in cuts)
+            return
         words = self.words.to(device)[:, None, :]
         shift = torch.arange(31, -1, -1, dtype=torch.int32, device=device)[:, None]
-        # The wanted bit becomes the sign bit of a float32 whose other bits spell 1.0.
-        bits = (words << shift).bitwise_not_().bitwise_and_(-0x80000000).bitwise_or_(0x3F800000)
-        return bits.view(torch.float32).reshape(-1, self.k)[: self.rank].to(dtype)
+        buffer = torch.empty(
+            words.shape[0], 32, min(width, self.k), dtype=torch.int32, device=device
+        )
+        for cut in cuts:
+            bits = buffer[..., : cut.stop - cut.start]
+            # The wanted bit becomes the sign bit of a float32 whose other bits spell 1.0.
+            torch.bitwise_left_shift(words[..., cut], shift, out=bits)
+            bits.bitwise_not_().bitwise_and_(-0x80000000).bitwise_or_(0x3F800000)
+            signs = bits.view(torch.float32).reshape(-1, bits.shape[-1])
+            yield cut, signs[: self.rank].to(dtype)
 
     def matrix(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -142,25 +167,31 @@ class Projection:
         return self.unit(dtype, device).mul_(self.scale)
 
     def project(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch r"]:
-        """P = X Aᵀ in the type of X. Cost: 2·n·k·r FLOPs and one transient A."""
-        return (x @ self.unit(x.dtype, x.device).T).mul_(self.scale)
+        """P = X Aᵀ in the type of X. Cost: 2·n·k·r FLOPs; A exists one block at a time."""
+        rows = x.reshape(-1, self.k)
+        P = rows.new_zeros(rows.shape[0], self.rank)
+        for cut, block in self.blocks(x.dtype, x.device):
+            P = torch.addmm(P, rows[:, cut], block.T)  # in place, forward mode could not follow
+        return P.mul_(self.scale).reshape(*x.shape[:-1], self.rank)
 
     def gram(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Float[Tensor, "r r"]:
         """A Aᵀ, so that ‖D A‖² = ⟨D (A Aᵀ), D⟩ costs r×r numbers instead of D A."""
-        unit = self.unit(dtype, device)
-        return (unit @ unit.T).mul_(1 / self.rank)
+        gram = torch.zeros(self.rank, self.rank, dtype=dtype, device=device)
+        for _, block in self.blocks(dtype, device):
+            gram.addmm_(block, block.T)
+        return gram.mul_(1 / self.rank)
 
     def subtract_(self, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
         """W ← W − U A in place for each (W [d, k], U [d, r]) that shares this A.
 
-        Cost: 2·d·k·r FLOPs and one pass over W; one transient A, no [d, k] temporary.
+        Cost: 2·d·k·r FLOPs and one pass over W; no [d, k] temporary, A one block at a time.
         """
         first = updates[0][0]
-        unit = self.unit(first.dtype, first.device)
-        for weight, factor in updates:
-            weight.addmm_(factor.to(weight.dtype), unit, alpha=-self.scale)
+        for cut, block in self.blocks(first.dtype, first.device):
+            for weight, factor in updates:
+                weight[:, cut].addmm_(factor.to(weight.dtype), block, alpha=-self.scale)
 
     def _normals(self) -> Tensor:
         """Box–Muller on 2 × 2 words per call: rows 4b to 4b+3 of a column; same prefix rule."""
