@@ -2,11 +2,14 @@
 
 import os
 import socket
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
+from rich.console import Console
 
 # Before anything imports them: beartype checks every annotated shape in the primitives.
 PRIMITIVES = ["projection", "sketch", "rowadam", "kl", "optimizer"]
@@ -36,6 +39,18 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", local_only)
+
+
+@pytest.fixture(scope="session")
+def smoke_course(request: pytest.FixtureRequest) -> tuple[int, Path]:
+    """Every notebook, run once at the smoke preset: the exit status and the run's folder."""
+    from logra_lab.lab.course import prepare, run_course
+
+    root = Path(request.config.rootpath)
+    plan = prepare(root / "notebooks", root / "runs", preset="smoke", name="test", limit_s=300)
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():  # its progress is for whoever waits
+        return run_course(plan, Console(file=sys.stdout)), plan.run_dir
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

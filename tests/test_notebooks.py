@@ -1,29 +1,23 @@
 """Every notebook of the course, through the runner, at the smoke preset."""
 
 import json
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from rich.console import Console
-
-from logra_lab.lab.course import prepare, run_course
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_every_notebook_runs_at_the_smoke_preset(capfd: pytest.CaptureFixture[str]) -> None:
-    plan = prepare(ROOT / "notebooks", ROOT / "runs", preset="smoke", name="test", limit_s=300)
-    with capfd.disabled():
-        status = run_course(plan, Console(file=sys.stdout))
-    summary = json.loads((plan.run_dir / "course.json").read_text())
+def test_every_notebook_runs_at_the_smoke_preset(smoke_course: tuple[int, Path]) -> None:
+    status, run_dir = smoke_course
+    summary = json.loads((run_dir / "course.json").read_text())
     reasons = {entry["notebook"]: entry["reason"] for entry in summary["notebooks"]}
     assert status == 0, reasons
     assert list(reasons) == [path.stem for path in NOTEBOOKS]
     for name in reasons:
-        record = json.loads((plan.run_dir / "records" / f"{name}.json").read_text())
+        record = json.loads((run_dir / "records" / f"{name}.json").read_text())
         assert record["figures"], f"{name} saved no figure"
 
 

@@ -178,8 +178,9 @@ def kernel_env(extra: Mapping[str, str], scratch: Path) -> dict[str, str]:
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        env.setdefault(name, str(cores))
+    env.setdefault("OMP_NUM_THREADS", str(cores))
+    # torch takes MKL's number for both, so a user's OMP_NUM_THREADS has to reach MKL.
+    env.setdefault("MKL_NUM_THREADS", env["OMP_NUM_THREADS"])
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     return {**env, "IPYTHONDIR": str(scratch / "ipython"), **extra}
 

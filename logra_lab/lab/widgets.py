@@ -40,14 +40,14 @@ def slider(description: str, options: Mapping[str, Any] | Sequence[Any], value: 
     )
 
 
-def explore(compute: Callable[..., tuple[str, Figure]], hint: str, **controls: ValueWidget) -> VBox:
-    """Controls above one result: `compute(**values)` runs after every change of a control.
+def explore(compute: Callable[..., tuple[str, Figure]], hint: str, *controls: ValueWidget) -> VBox:
+    """Controls above one result: `compute(*values)` runs after every change of a control.
 
     Args:
         compute: returns a sentence in Markdown that says what it did, and the figure, which is
             closed here. While it runs a line says so; what it raises is shown and raised.
         hint: Markdown shown until the first change: what the controls do, and how long it takes.
-        controls: by the names of compute's arguments.
+        controls: in the order of compute's arguments.
 
     Returns: the box, with `children = (*controls, busy line, output)`.
     """
@@ -58,7 +58,7 @@ def explore(compute: Callable[..., tuple[str, Figure]], hint: str, **controls: V
         busy.value = "<em>computing …</em>"
         open_before = set(plt.get_fignums())
         try:
-            said, figure = compute(**{name: control.value for name, control in controls.items()})
+            said, figure = compute(*(control.value for control in controls))
             output.outputs = (_markdown(said), _image(figure))
         except Exception as error:  # raised again: an observer's own trace goes to a hidden log
             output.outputs = (_error(error),)
@@ -68,9 +68,9 @@ def explore(compute: Callable[..., tuple[str, Figure]], hint: str, **controls: V
             for number in set(plt.get_fignums()) - open_before:
                 plt.close(number)
 
-    for control in controls.values():
+    for control in controls:
         control.observe(changed, names="value")
-    return VBox([*controls.values(), busy, output])
+    return VBox([*controls, busy, output])
 
 
 def _markdown(text: str) -> dict[str, Any]:

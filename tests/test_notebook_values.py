@@ -1,0 +1,187 @@
+"""What the notebooks record at the smoke preset, against closed forms and the shipped manifest."""
+
+import ast
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")  # before pyplot: the cells that run in this process have no display
+
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+
+from logra_lab.lab.context import Context, write_context
+from logra_lab.lab.notebook import read_notebook
+from logra_lab.lab.presets import preset
+
+ROOT = Path(__file__).resolve().parents[1]
+SMOKE, LAPTOP = preset("smoke"), preset("laptop")
+METHODS = ("LoGRA", "Adam", "LoRA")
+
+
+def recorded(smoke_course: tuple[int, Path], name: str) -> dict[str, Any]:
+    record = json.loads((smoke_course[1] / "records" / f"{name}.json").read_text())
+    assert record["run"]["status"] == "passed", record["run"]["reason"]
+    return record["numbers"]
+
+
+@pytest.fixture(scope="session")
+def one_matrix(smoke_course: tuple[int, Path]) -> dict[str, Any]:
+    return recorded(smoke_course, "01_one_matrix")
+
+
+@pytest.fixture(scope="session")
+def ppo(smoke_course: tuple[int, Path]) -> dict[str, Any]:
+    return recorded(smoke_course, "07_ppo")
+
+
+def test_the_default_layer_is_the_one_whose_gradient_takes_64_mib_and_its_sketch_1_mib() -> None:
+    # method.md section 1: 4096 × 4096 at r = 64, float32.
+    rank = read_notebook(ROOT / "notebooks" / "01_one_matrix.ipynb").parameters["rank"].default
+    assert (LAPTOP.d, LAPTOP.k, rank) == (4096, 4096, 64)
+    assert (4 * LAPTOP.d * LAPTOP.k, 4 * LAPTOP.d * rank) == (64 * 2**20, 2**20)
+
+
+def test_measured_bytes_are_those_of_the_shapes(one_matrix: dict[str, Any]) -> None:
+    d, k, n, rank = (one_matrix[name] for name in ("d", "k", "n", "rank"))
+    assert (d, k, n) == (SMOKE.d, SMOKE.k, SMOKE.n)
+    assert one_matrix["bytes_measured"] == {
+        "dense gradient": 4 * d * k,
+        "sketch gradient": 4 * d * rank,
+        "dense activations": 4 * n * k,  # X and nothing else
+        "sketch activations": 4 * n * rank,  # P and nothing else
+    }
+    assert one_matrix["bytes_predicted"] == one_matrix["bytes_measured"]
+    # The dense backward makes G [d, k]; the sketched one makes nothing above the input's gradient.
+    assert one_matrix["largest_backward_shape"] == {"dense": [d, k], "sketch": [n, k]}
+
+
+def test_noise_follows_the_closed_forms_of_signs_and_of_gaussian_entries(
+    one_matrix: dict[str, Any],
+) -> None:
+    k = one_matrix["k"]
+    for name, mean in one_matrix["variance"].items():
+        kind, rank = name.split()
+        expected = {"sign": k - 1, "gaussian": k + 1}[kind] / int(rank)
+        # Three standard errors of the mean over the preset's draws.
+        assert abs(mean - expected) < 3 * one_matrix["variance_sem"][name], name
+    for name, mean in one_matrix["cosine"].items():
+        expected = 1 / math.sqrt(1 + (k - 1) / int(name.split()[1]))
+        # ‖S‖² varies by about √(2/(d r)) ≤ 5 % a draw, and the form drops terms of that order.
+        assert mean == pytest.approx(expected, rel=0.05), name
+    # Every sign matrix of the toy once: the identity itself, to float32 rounding.
+    assert one_matrix["toy_variance_ratio"] == pytest.approx((3 - 1) / 2, rel=1e-6)
+
+
+def test_redrawn_sketches_average_out_as_one_over_m(one_matrix: dict[str, Any]) -> None:
+    k, rank = one_matrix["k"], one_matrix["rank"]
+    assert len(one_matrix["averaged_error"]) == SMOKE.draws
+    for m, error in enumerate(one_matrix["averaged_error"], 1):
+        # One draw of the error has a spread of about 3 % here (0.042 · √8 / 3.98).
+        assert error == pytest.approx((k - 1) / (rank * m), rel=0.1), m
+
+
+def test_the_sketch_is_g_times_a_transposed(one_matrix: dict[str, Any]) -> None:
+    # The project's bound in float32; the notebook prints the rounding estimate beside it.
+    assert 0 < one_matrix["relative_error"] < 1e-5
+
+
+def test_all_methods_start_from_the_shipped_policy(ppo: dict[str, Any]) -> None:
+    shipped = json.loads((ROOT / "data" / "MANIFEST.json").read_text())["small_policy"]["measured"]
+    for seed in SMOKE.seeds:
+        for name in ("accuracy_before", "truncated_before", "length_before"):
+            assert len({ppo[name][f"{method} {seed}"] for method in METHODS}) == 1
+        # Three standard errors of a mean over problems: each mean has a spread below 1/2.
+        slack = 3 * 0.5 / math.sqrt(SMOKE.eval_problems)
+        before = ppo["accuracy_before"][f"LoGRA {seed}"]
+        assert before == pytest.approx(shipped["sampled_accuracy"], abs=slack)
+
+
+def test_a_few_steps_already_help_every_method(ppo: dict[str, Any]) -> None:
+    for method in METHODS:
+        runs = [f"{method} {seed}" for seed in SMOKE.seeds]
+        gained = sum(ppo["accuracy_after"][run] - ppo["accuracy_before"][run] for run in runs)
+        # A wrong sign or a dead gradient gives a mean gain at or below 0.
+        assert gained > 0, method
+    assert ppo["skipped"] == 0
+    assert ppo["steps"] == SMOKE.steps
+
+
+def test_the_governor_keeps_to_its_budget_and_its_cap(ppo: dict[str, Any]) -> None:
+    assert ppo["kl_budget"] == [SMOKE.kl_start, SMOKE.kl_end]
+    assert sum(ppo["alpha_shares"].values()) == pytest.approx(1, abs=1e-12)
+    assert 0 < ppo["alpha_median"] <= 3  # the published cap
+    # The prediction is of second order; at these budgets single steps were seen 27 % off.
+    assert 0.6 < ppo["kl_ratio_median"] < 1.4
+
+
+def test_learners_hold_the_bytes_of_the_shipped_policys_shapes(ppo: dict[str, Any]) -> None:
+    config = json.loads((ROOT / "data" / "small_policy" / "config.json").read_text())
+    hidden, inner, blocks = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    block = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2  # q o, k v
+    block += [(inner, hidden)] * 2 + [(hidden, inner)]  # gate up, down
+    shapes, r = block * blocks, SMOKE.rank
+    expected = {
+        "LoGRA": 4 * sum(d * r + d for d, _ in shapes),  # the sketch and one moment a row
+        "Adam": 4 * sum(d * k for d, k in shapes) * 3,
+        "LoRA": 4 * sum(r * (d + k) for d, k in shapes) * 4,
+    }
+    assert ppo["bytes_predicted"] == expected
+    counters = {"LoGRA": 0, "Adam": len(shapes), "LoRA": 2 * len(shapes)}  # one step count each
+    assert ppo["bytes_measured"] == {m: expected[m] + 4 * counters[m] for m in METHODS}
+
+
+def cells_behind(path: Path, name: str) -> list[str]:
+    """The parameters and the code cells that `name` depends on, in order, and no others."""
+    needed, chosen = {name}, []
+    for cell in reversed(nbformat.read(path, as_version=4).cells):
+        if cell.cell_type != "code":
+            continue
+        nodes = list(ast.walk(ast.parse(cell.source)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        own = stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                stored.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                stored |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        parameters = "parameters" in cell.metadata.get("tags", [])
+        if stored & needed or parameters:
+            needed = (needed - stored) | ({node.id for node in names} - own)
+            chosen.append(cell.source + ('\npreset = "smoke"' if parameters else ""))
+    return chosen[::-1]
+
+
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
+@pytest.mark.parametrize(
+    ("notebook", "moves"), [("01_one_matrix", [1, 4, 256]), ("07_ppo", [SMOKE.kl_start])]
+)
+def test_the_slider_recomputes_and_shows_one_figure(
+    notebook: str, moves: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {name: str(tmp_path / name) for name in ("record", "figures", "log", "guard")}
+    context = Context(notebook=notebook, token="test", **paths)
+    for variable, value in write_context(context, tmp_path / "context.json").items():
+        monkeypatch.setenv(variable, value)
+    space: dict[str, Any] = {}
+    for source in cells_behind(ROOT / "notebooks" / f"{notebook}.ipynb", "chooser"):
+        exec(source, space)
+    plt.close("all")
+    control, _, output = space["chooser"].children
+    said = []
+    for value in moves:
+        control.value = value
+        shown = [o["data"] for o in output.outputs if "image/png" in o["data"]]
+        assert len(shown) == 1
+        said.append(output.outputs[0]["data"]["text/markdown"])
+        assert str(control.label) in said[-1]  # it says for which value
+    assert len(set(said)) == len(moves)
+    assert plt.get_fignums() == []
