@@ -176,8 +176,9 @@ class Run:
         value = rewards[0] if rewards else None
         if len(set(rewards)) > 1:
             self.equal_rewards = 0
-        else:  # batches of ones and batches of zeros in turn do tell something
-            self.equal_rewards = self.equal_rewards + 1 if value == self.equal_value else 1
+        else:  # all ones, then all zeros, does tell something, unless the baseline follows at once
+            silent = value in (self.equal_value, b)
+            self.equal_rewards = self.equal_rewards + 1 if silent else 1
         self.equal_value = value
         limit = self.config.warn_after_equal_rewards
         warnings = []
