@@ -5,6 +5,7 @@ and says why; `discard` forgets them. The baselines measure the realised KL of t
 same probe, and have no control over it.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from logra_lab import kl
+from logra_lab.errors import InputError
 from logra_lab.optimizer import KLControl, LoGRA, StepReport
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.policies import Policy
@@ -88,7 +90,7 @@ class AdamLearner:
         return {"t": self.t, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch keeps its tensors
         self.t = state["t"]
 
 
@@ -119,6 +121,12 @@ def make_learner(policy: Policy, config: TrainConfig) -> Learner:
         return AdamLearner(policy.model, dense, config)
     from peft import LoraConfig, get_peft_model
 
+    for path, module in linears.items():
+        if config.rank > module.in_features:
+            raise InputError(
+                f"rank {config.rank} does not fit layer {path!r} with k = {module.in_features} "
+                "inputs: choose a rank of at most k, or other targets"
+            )
     lora = LoraConfig(r=config.rank, lora_alpha=config.rank, target_modules=list(linears))
     gpus = [policy.model.device] if policy.model.device.type == "cuda" else []
     with torch.random.fork_rng(gpus):  # peft draws A from the global generator

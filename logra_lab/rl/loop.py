@@ -64,13 +64,14 @@ def train(
                 raise InputError(
                     f"the checkpoint is at step {run.step}, beyond steps = {config.steps}"
                 )
+        saved = None  # a second copy of the weights
         record = stack.enter_context(
             RunRecord.open(
                 run_dir,
                 config.model_dump(mode="json"),
                 seeds={"run": config.seed, "eval": EVAL_SEED, "train": TRAIN_SEED},
                 verifier=train_task.verifier,
-                resume_step=None if saved is None else run.step,
+                resume_step=run.step if resume else None,
             )
         )
         stop = stack.enter_context(StopRequest())
