@@ -171,9 +171,8 @@ def main(
 
         def show(line: dict[str, Any]) -> None:
             kl = line.get("kl_realised")
-            text = (
-                f"accuracy {line['accuracy'] or 0:.0%}, tokens {line['response_tokens_mean']:.1f}"
-            )
+            right = "–" if line["accuracy"] is None else f"{line['accuracy']:.0%}"
+            text = f"accuracy {right}, tokens {line['response_tokens_mean']:.1f}"
             text += "" if kl is None else f", KL {kl:.1e}"
             bar.update(job, completed=line["step"], description=line["skipped"] or text)
             for warning in line["warnings"]:
