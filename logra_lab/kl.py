@@ -136,7 +136,8 @@ def predict(
     """KL(1) of W ← W − factor·A, over every position that `forwards` return.
 
     Args:
-        factor: rows laid out as `sketch.flat`. hint: the last finite difference's, so that it need not search.
+        factor: rows laid out as `sketch.flat`.
+        hint: the last finite difference's, so that it need not search for its step size.
         method: ``jvp`` (exact; needs ops with a forward-mode rule, so attention runs on its math
             path), ``fd`` (works with every kernel), ``auto`` (jvp, else fd with one warning).
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from logra_lab import kl
@@ -206,7 +207,7 @@ class LoGRA:
         √Σ‖D_l A_l‖² comes from the r × r Gram matrices, so no D A is formed.
         """
         sketch = self.sketch
-        sketch_norm = torch.linalg.vector_norm(sketch.flat).item()
+        sketch_norm = frobenius(sketch.flat)
         if sketch_norm == 0:
             raise ZeroSketch("the sketch is zero in every layer: no gradient arrived")
         v = row_moment(self.v, sketch.flat, self.beta2)
@@ -229,7 +230,7 @@ class LoGRA:
                 grams[layer.site.path] = layer.site.projection.gram(D.dtype, D.device)
             block = D[layer.rows]
             update += torch.sum((block @ grams[layer.site.path]).mul_(block)).item()
-            weight += torch.linalg.vector_norm(layer.module.weight).item() ** 2
+            weight += frobenius(layer.module.weight) ** 2
         if not (math.isfinite(update) and math.isfinite(weight)):
             raise NonFiniteSketch(f"the update has norm² {update}, the weights {weight}")
         if update <= 0 or weight <= 0:
@@ -293,6 +294,12 @@ class LoGRA:
             "refresh": self.refresh,
             "variant": self.variant,
         }
+
+
+def frobenius(matrix: Float[Tensor, "d k"]) -> float:
+    """‖matrix‖ from row norms added in float64: over all entries at once, torch's float32 sum is
+    off by 6e-4 at 4096 × 4096 (2.13, CPU). Cost: one read, no [d, k] temporary."""
+    return torch.linalg.vector_norm(matrix, dim=1).double().square().sum().sqrt().item()
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from logra_lab import kl
 from logra_lab.errors import InputError
-from logra_lab.optimizer import KLControl, LoGRA, StepReport
+from logra_lab.optimizer import KLControl, LoGRA, StepReport, frobenius
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.policies import Policy
 from logra_lab.sketch import find_targets
@@ -62,7 +62,7 @@ class AdamLearner:
 
     def step(self, probe: Sequence[kl.Forward] | None, *, gap: float | None = None) -> StepReport:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = math.sqrt(sum(torch.linalg.vector_norm(g).item() ** 2 for g in grads))
+        norm = math.sqrt(sum(frobenius(g) ** 2 for g in grads))
         if norm == 0 or not math.isfinite(norm):
             self.discard()
             return StepReport(self.t, skipped=f"the gradient's norm is {norm}")

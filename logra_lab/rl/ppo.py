@@ -17,6 +17,7 @@ from torch import Tensor
 
 from logra_lab.errors import InputError
 from logra_lab.rl.outcomes import Score
+from logra_lab.rl.prefix import common_prefix, prefix_cache
 from logra_lab.rl.rollout import Rollout
 
 
@@ -81,31 +82,46 @@ class TokenBatch:
     logprobs: Float[Tensor, "n"]  # the rollout's
     advantages: Float[Tensor, "n"]
     complete: Bool[Tensor, "n"]  # token of a response that ended by itself
+    prefix: int = 0  # leading columns that are equal in all rows and computed once
 
     def logits(self, model: torch.nn.Module) -> Float[Tensor, "n V"]:
         """Logits that predict the response tokens, in float32 or wider."""
+        n, cache = self.prefix, None
+        if n:
+            cache = prefix_cache(model, self.input_ids[0, :n].tolist(), len(self.input_ids))
         out = model(
-            input_ids=self.input_ids,
+            input_ids=self.input_ids[:, n:],
             attention_mask=self.attention_mask,
-            position_ids=self.position_ids,
+            position_ids=self.position_ids[:, n:],
+            past_key_values=cache,
             logits_to_keep=self.mask.shape[1] + 1,
-            use_cache=False,
+            use_cache=cache is not None,
         ).logits
         picked = out[:, :-1][self.mask]
         return picked if picked.dtype == torch.float64 else picked.float()
 
 
 def token_batch(
-    samples: Sequence[Sample], pad_id: int, device: torch.device | str = "cpu"
+    samples: Sequence[Sample],
+    pad_id: int,
+    device: torch.device | str = "cpu",
+    *,
+    share_prefix: bool = True,
 ) -> TokenBatch:
-    """Pad samples into one batch."""
+    """Pad samples into one batch: common prefix, padding, rest of the prompt, response, padding.
+
+    `share_prefix=False` computes it in every row (activation checkpointing allows no cache).
+    """
+    prefix = common_prefix([s.prompt for s in samples]) if share_prefix else 0
     left = max(len(s.prompt) for s in samples)
     right = max(len(s.response) for s in samples)
     ids = torch.full((len(samples), left + right), pad_id)
     attention = torch.zeros_like(ids)
     for row, s in enumerate(samples):
-        start, stop = left - len(s.prompt), left + len(s.response)
-        ids[row, start:stop] = torch.tensor(s.prompt + s.response)
+        start, stop = left - len(s.prompt) + prefix, left + len(s.response)
+        ids[row, :prefix] = torch.tensor(s.prompt[:prefix])
+        ids[row, start:stop] = torch.tensor(s.prompt[prefix:] + s.response)
+        attention[row, :prefix] = 1
         attention[row, start:stop] = 1
     mask = attention[:, left:].bool()
     lengths = torch.tensor([len(s.response) for s in samples])
@@ -122,6 +138,7 @@ def token_batch(
         logprobs=torch.cat([s.logprobs for s in samples]).to(device),
         advantages=per_token([s.advantage for s in samples]),
         complete=per_token([s.finish == "stop" for s in samples]),
+        prefix=prefix,
     )
 
 

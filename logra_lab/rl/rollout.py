@@ -21,6 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from logra_lab.errors import InputError
 from logra_lab.rl.policies import Policy
+from logra_lab.rl.prefix import common_prefix, prefix_cache
 from logra_lab.rl.sampling import Sampler, StopWhenSampled, sampling_uniforms
 
 
@@ -73,7 +74,8 @@ class HFEngine:
         policy: model, tokenizer and stop ids; the model is used in place, never copied.
         temperature: T > 0; logits are divided by it.
         max_new_tokens: response length limit, at least 1.
-        batch_size: rows a forward pass; prompts are sorted by length and left-padded.
+        batch_size: rows a forward pass; prompts are sorted by length and left-padded, and what
+            all of them begin with is computed once.
         greedy: take the most probable token instead of sampling (for evaluation only).
 
     Raises `InputError` for a limit or batch size below 1 or a temperature that is not positive.
@@ -127,10 +129,15 @@ class HFEngine:
         """Ids, logprobs and finish reason of one batch of rows."""
         model: Any = self.policy.model
         device = model.device
+        n = common_prefix(prompts)
         width = max(map(len, prompts))
         pad = self.policy.pad_id
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        gaps = [width - len(p) for p in prompts]
+        rows = [p[:n] + [pad] * gap + p[n:] for p, gap in zip(prompts, gaps, strict=True)]
+        ids = torch.tensor(rows, device=device)
+        mask = torch.ones_like(ids)
+        for row, gap in enumerate(gaps):
+            mask[row, n : n + gap] = 0
         uniforms = None if self.greedy else sampling_uniforms(keys, self.max_new_tokens)
         sampler = Sampler(
             uniforms, len(prompts), self.max_new_tokens, self.temperature, self.policy, device
@@ -138,6 +145,7 @@ class HFEngine:
         model.generate(
             ids,
             attention_mask=mask,
+            past_key_values=prefix_cache(model, prompts[0][:n], len(rows)) if n else None,
             generation_config=GenerationConfig(
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,

@@ -85,7 +85,7 @@ class Run:
         skipped = self.no_signal(samples)
         if skipped is None:
             pieces = ppo.microbatches(samples, config.microbatch_tokens)
-            batches = [ppo.token_batch(p, self.policy.pad_id, self.device) for p in pieces]
+            batches = [self.batch(piece) for piece in pieces]
             probe = self.probe(samples)
             tokens = sum(len(s.response) for s in samples)
             before = self.version
@@ -155,8 +155,7 @@ class Run:
             for s in samples[: self.config.probe_responses]
         ]
         batches = [
-            ppo.token_batch(piece, self.policy.pad_id, self.device)
-            for piece in ppo.microbatches(chosen, self.config.microbatch_tokens)
+            self.batch(piece) for piece in ppo.microbatches(chosen, self.config.microbatch_tokens)
         ]
 
         def forward(batch: ppo.TokenBatch) -> kl.Forward:
@@ -219,6 +218,10 @@ class Run:
             run_seed=self.config.seed,
             tag="held-out",
         )
+
+    def batch(self, samples: list[ppo.Sample]) -> ppo.TokenBatch:
+        share = self.config.checkpointing == "none"
+        return ppo.token_batch(samples, self.policy.pad_id, self.device, share_prefix=share)
 
     @property
     def device(self) -> torch.device:
