@@ -206,6 +206,20 @@ def test_padding_left_right_or_both_does_not_move_positions_or_attention(kind):
         torch.testing.assert_close(token_logprobs(model, batch)[0], expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_shared_prefix_keeps_the_positions_of_every_row_behind_its_padding(kind):
+    model = gpt2() if kind == "gpt2" else tiny(kind, sharpness=5.0).eval()
+    ids = torch.randint(0, 61, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    rows = [sample(ids[:10] + ids[10 : 11 + n], ids[30 : 36 - n]) for n in range(5)]
+    assert token_batch(rows, 0).prefix >= 10
+    for row, logp in zip(rows, token_logprobs(model, rows), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([row.prompt + row.response]), use_cache=False).logits[0]
+        exact = torch.log_softmax(logits, -1)[len(row.prompt) - 1 : -1]
+        expected = exact.gather(1, torch.tensor(row.response)[:, None])[:, 0]
+        torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
+
+
 def test_a_shift_by_one_place_would_cost_five_nats_a_token():
     model = successor(eos=(6,), pad=0, p=0.97).model.eval()
     rows = [sample([0, 1, 2], [3, 4, 5, 6, 0, 1]), sample([5], [6, 0]), sample([2, 3], [4])]

@@ -217,9 +217,9 @@ def test_training_sees_the_engines_ids_and_never_encodes_the_text_again():
     make = ppo.token_batch
     with pytest.MonkeyPatch.context() as patch:
 
-        def keep(samples, *rest):
+        def keep(samples, *rest, **settings):
             labels.append([s.response for s in samples])
-            return make(samples, *rest)
+            return make(samples, *rest, **settings)
 
         patch.setattr(ppo, "token_batch", keep)
         assert run.one_step()["skipped"] is None
