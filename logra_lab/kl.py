@@ -28,7 +28,7 @@ from logra_lab.sketch import Layer, Sketch
 
 Forward = Callable[[], Tensor]
 METHODS = ("auto", "jvp", "fd", "off")
-_ROWS = 256  # positions whose [rows, V] temporaries live at once
+_NUMBERS = 1 << 21  # of a [rows, V] temporary: 8 MiB, which malloc reuses instead of mapping anew
 # Finite difference: keep the change of a logit near this share of the logits' own spread. Smaller
 # drowns in rounding, larger sees the third derivative, whose share a second, halved step removes.
 # A model on which that second step has changed nothing is not asked for it again.
@@ -91,7 +91,8 @@ def variance_kl(
 ) -> Float[Tensor, "n"]:
     """½ Var_p(ż/T) at each position, centred before squaring; p = softmax(z/T)."""
     out = []
-    for rows, tangent in zip(z.split(_ROWS), z_dot.split(_ROWS), strict=True):
+    cut = max(1, _NUMBERS // z.shape[-1])
+    for rows, tangent in zip(z.split(cut), z_dot.split(cut), strict=True):
         p = torch.softmax(_wide(rows) / temperature, dim=-1)
         u = _wide(tangent) / temperature
         u = u - (p * u).sum(-1, keepdim=True)
@@ -108,7 +109,8 @@ def realised_kl(
     two terms add to zero, but no term is negative and rounding enters at second order.
     """
     out = []
-    for old, new in zip(z_old.split(_ROWS), z_new.split(_ROWS), strict=True):
+    cut = max(1, _NUMBERS // z_old.shape[-1])
+    for old, new in zip(z_old.split(cut), z_new.split(cut), strict=True):
         log_p = torch.log_softmax(_wide(old) / temperature, dim=-1)
         x = torch.log_softmax(_wide(new) / temperature, dim=-1) - log_p
         out.append((log_p.exp() * (torch.expm1(x) - x)).sum(-1))

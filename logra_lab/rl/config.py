@@ -54,7 +54,7 @@ class TrainConfig(BaseModel):
     subtract_mismatch: bool = False
 
     # How it is computed.
-    microbatch_tokens: int = Field(8192, ge=1)  # padded, of one forward and backward
+    microbatch_tokens: int = Field(2048, ge=1)  # padded, of one forward and backward
     generate_batch: int = Field(256, ge=1)
     autocast: Literal["none", "bfloat16"] = "none"
     checkpointing: Literal["none", "reentrant", "non_reentrant"] = "none"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -192,8 +193,8 @@ def ppo_loss(
     stats: LossStats | None = None,
 ) -> Float[Tensor, ""]:
     """This microbatch's share of L. `temperature` divides logits, as in the rollout."""
-    logp_all = torch.log_softmax(logits / temperature, dim=-1)
-    logp = logp_all.gather(1, batch.labels[:, None])[:, 0]
+    scaled = logits if temperature == 1 else logits / temperature
+    logp = -F.cross_entropy(scaled, batch.labels, reduction="none")
     ratio = torch.exp(logp - batch.logprobs)
     A = batch.advantages
     unclipped = ratio * A
@@ -207,7 +208,13 @@ def ppo_loss(
             stats.clipped += int((clipped < unclipped).sum())
             if len(ratio):
                 stats.ratio_max = max(stats.ratio_max, ratio.max().item())
-            stats.entropy -= (logp_all.exp() * logp_all).sum().item()
+            stats.entropy += entropy(scaled).sum().item()
             stats.gap += gap.sum().item()
             stats.complete += gap.numel()
     return loss
+
+
+def entropy(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n"]:
+    """Entropy of softmax(logits) in nats, some rows at a time: temporaries of a few MiB."""
+    rows = max(1, 2**20 // logits.shape[-1])
+    return torch.cat([torch.special.entr(torch.softmax(z, -1)).sum(-1) for z in logits.split(rows)])
