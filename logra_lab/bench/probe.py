@@ -5,6 +5,7 @@ on the same positions, with every step scaled to exactly the stated KL (no cap o
 """
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from logra_lab import kl
@@ -16,28 +17,41 @@ from logra_lab.rl.records import read_steps
 from logra_lab.rl.run import Run
 from logra_lab.rl.scoring import ScoringPool
 
+_RATIO = "realised / predicted"
+
 
 def run(quick: bool) -> dict[str, Figure]:
     """`jvp_vs_fd`: |fd / jvp − 1|; `kl_ratio_*`: realised / predicted, step by step."""
     steps = 4 if quick else 30
-    small = {"eval_problems": 32, "eval_samples": 1, "steps": steps, "probe_responses": 64}
-    figures = {"jvp_vs_fd": figure(_disagreement(steps), "relative", "<= 1e-4")}
-    for key, target, bound in (
-        ("kl_ratio_1e4", 1e-4, "0.95 .. 1.05"),
-        ("kl_ratio_1e3", 1e-3, "0.85 .. 1.15"),
-    ):
-        ratios: list[float] = []
-        for seed in preset("laptop").seeds:
-            config = preset_config(
-                preset("laptop"), seed=seed, kl_start=target, kl_end=None, alpha_max=1e6, **small
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                train(config, Path(folder) / "run")
-                lines = read_steps(Path(folder) / "run")
-            ratios += [s["kl_realised"] / s["kl_predicted"] for s in lines if not s["skipped"]]
-            say(f"{key}, seed {seed}: {len(ratios)} steps so far")
-        figures[key] = figure(ratios, "realised / predicted", bound)
-    return figures
+    seeds = preset("laptop").seeds
+    return {
+        "jvp_vs_fd": figure(_disagreement(steps), "relative", "<= 1e-4"),
+        "kl_ratio_1e4": figure(ratios(1e-4, steps, seeds), _RATIO, "0.95 .. 1.05"),
+        "kl_ratio_1e3": figure(ratios(1e-3, steps, seeds), _RATIO, "0.85 .. 1.15"),
+    }
+
+
+def ratios(target: float, steps: int, seeds: Sequence[int]) -> list[float]:
+    """Realised / predicted KL of every step of runs whose steps are all scaled to `target`."""
+    found: list[float] = []
+    for seed in seeds:
+        config = preset_config(
+            preset("laptop"),
+            seed=seed,
+            steps=steps,
+            kl_start=target,
+            kl_end=None,
+            alpha_max=1e6,
+            probe_responses=64,
+            eval_problems=32,
+            eval_samples=1,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            train(config, Path(folder) / "run")
+            lines = read_steps(Path(folder) / "run")
+        found += [s["kl_realised"] / s["kl_predicted"] for s in lines if not s["skipped"]]
+        say(f"KL {target:g}, seed {seed}: {len(found)} steps so far")
+    return found
 
 
 def _disagreement(steps: int) -> list[float]:
