@@ -48,6 +48,7 @@ METRICS: dict[str, Metric] = {
     "alpha": Metric("ratio", "step scale that the KL controller chose"),
     "kl_method": Metric("text", "estimator of KL(1), as named in the configuration"),
     "mismatch": Metric("nats/token", "running mismatch m of rollout and trainer"),
+    "updates": Metric("mixed", "KL predicted and realised, alpha, clip share: one entry an update"),
     "skipped": Metric("text", "why the step changed nothing; null for a step that was taken"),
     "warnings": Metric("text", "list of warnings raised in this step"),
     "seconds_generate": Metric("s", "wall time of generation"),

@@ -96,6 +96,10 @@ class Run:
                 if skipped is not None:  # some, but not all, of the batch's updates
                     record["warnings"].append(f"a further update was skipped: {skipped}")
                     skipped = None
+        elif len(rewards) == 1 and self.baseline.count == 0:
+            # A first batch of one is silenced by its own mean. Were it forgotten, as skipped
+            # batches are, every next one would be a first batch again, and none would be learned.
+            self.baseline.update(mean)
         record |= clock.seconds | {
             "version": self.version,
             "t": self.version,
@@ -133,12 +137,16 @@ class Run:
             self.learner.discard()
             return f"the loss is {stats.loss}"
         clock.lap("seconds_train")
-        report = self.learner.step(probe, gap=record["logprob_gap"])
+        # a later update of the batch no longer has the weights that generated it
+        gap = record["logprob_gap"] if not record["updates"] else None
+        report = self.learner.step(probe, gap=gap)
         clock.lap("seconds_update")
         skipped = report.skipped
         if skipped is None:
             self.version += 1
             record |= {k: v for k, v in report.to_dict().items() if k not in ("t", "skipped")}
+            names = ("kl_predicted", "kl_realised", "alpha", "clip_share")
+            record["updates"].append({name: record[name] for name in names})
         return skipped
 
     def no_signal(self, samples: list[ppo.Sample]) -> str | None:
@@ -197,6 +205,7 @@ class Run:
             "truncated_share": sum(f == "length" for f in rollout.finish) / len(lengths),
             "outcomes": dict(sorted(outcomes.items())),
             "warnings": warnings,
+            "updates": [],
         }
 
     def sampling_keys(self, problems: list[Problem]) -> list[str]:

@@ -392,6 +392,20 @@ def test_batches_of_one_with_rewards_that_differ_learn_and_do_not_warn():
 # --- checkpointed activations ---------------------------------------------------------------
 
 
+def test_a_fresh_run_of_batches_of_one_is_not_silent_for_ever():
+    """Field report I6, rewards 1, 0, 1, 1: the first is its own baseline (A = 0, skipped), the
+    second is judged against 1, the third against the bias-corrected (0.1·0 + 0.9·0.1·1)/0.19."""
+    rewards = iter([CORRECT, WRONG, CORRECT, CORRECT])
+    run = tiny_run(lambda *_: next(rewards), prompts_per_step=1)
+    lines = [run.one_step() for _ in range(4)]
+    assert lines[0]["skipped"] is not None
+    assert [line["skipped"] for line in lines[1:]] == [None] * 3
+    ema = [0.1, 0.09, 0.181]  # 0.9·m + 0.1·r
+    expected = [1.0, *(m / (1 - 0.9 ** (i + 1)) for i, m in enumerate(ema))]
+    assert [line["baseline"] for line in lines] == pytest.approx(expected)
+    assert run.version == 3
+
+
 def dropout_policy():
     """A model whose attention would drop half of everything in training mode."""
     torch.manual_seed(0)
