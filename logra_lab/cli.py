@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a notebook parameter; may be repeated",
     )  # fmt: skip
     course.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="S", help="limit of one cell, in seconds"
+        "--timeout", type=float, metavar="S", help="limit of one cell, in seconds (the preset's)"
     )
     course.add_argument("--notebooks", type=Path, metavar="DIR", help="default: notebooks/")
     course.add_argument("--runs", type=Path, metavar="DIR", help="default: runs/")
@@ -106,6 +106,7 @@ def _course(args: argparse.Namespace) -> int:
             f"the course needs {error.name}: pip install 'logra-lab[lab,rl]'"
         ) from error
     from logra_lab.lab.context import project_root
+    from logra_lab.lab.presets import preset
 
     folder = args.notebooks or project_root() / "notebooks"
     runs = args.runs or project_root() / "runs"
@@ -116,7 +117,7 @@ def _course(args: argparse.Namespace) -> int:
         name=args.name,
         only=args.only,
         texts=texts,
-        limit_s=args.timeout,
+        limit_s=args.timeout or 60 * preset(args.preset).cell_minutes,
     )
     return run_course(plan)
 

@@ -28,6 +28,9 @@ class Preset:
     variant: str
     kl_start: float
     kl_end: float
+    adam_lr: float  # learning rates of the two baselines
+    lora_lr: float
+    cell_minutes: float  # limit of a notebook cell
     max_new_tokens: int
     temperature: float
     train_problems: int
@@ -54,6 +57,9 @@ _LAPTOP = Preset(
     variant="plain",
     kl_start=5e-3,
     kl_end=1e-3,
+    adam_lr=3e-4,
+    lora_lr=1e-3,
+    cell_minutes=30,
     max_new_tokens=16,
     temperature=1.0,
     train_problems=4096,
@@ -82,6 +88,9 @@ _ONE_GPU = replace(
     variant="norm_preserving",
     kl_start=2e-4,
     kl_end=2e-5,
+    adam_lr=1e-6,
+    lora_lr=1e-5,
+    cell_minutes=7 * 24 * 60,
     max_new_tokens=2048,
     eval_problems=500,
     n=4096,
@@ -120,6 +129,9 @@ PRESETS: dict[str, Preset] = {
             update_ratio=3e-4,
             kl_start=4e-3,
             kl_end=4e-4,
+            adam_lr=1e-5,  # customary for a pretrained model; neither was searched for
+            lora_lr=2e-4,
+            cell_minutes=240,
             max_new_tokens=32,
             eval_problems=200,
             eval_samples=4,
