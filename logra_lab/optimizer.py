@@ -224,13 +224,15 @@ class LoGRA:
             )
         D = sketch.flat.mul_(scale[:, None])
         update, weight = 0.0, 0.0
-        grams: dict[str, Tensor] = {}
-        for layer in sketch.layers.values():
-            if layer.site.path not in grams:
-                grams[layer.site.path] = layer.site.projection.gram(D.dtype, D.device)
-            block = D[layer.rows]
-            update += torch.sum((block @ grams[layer.site.path]).mul_(block)).item()
-            weight += frobenius(layer.module.weight) ** 2
+        for site in sketch.sites:
+            # ⟨D (A Aᵀ), D⟩ = ⟨A Aᵀ, DᵀD⟩, summed over the readers of one A before it meets the Gram
+            DtD = torch.zeros(sketch.rank, sketch.rank, dtype=D.dtype, device=D.device)
+            for path in site.readers:
+                layer = sketch.layers[path]
+                DtD.addmm_(D[layer.rows].T, D[layer.rows])
+                weight += frobenius(layer.module.weight) ** 2
+            gram = site.projection.gram(D.dtype, D.device)
+            update += torch.sum(gram.mul_(DtD), dtype=torch.float64).item()
         if not (math.isfinite(update) and math.isfinite(weight)):
             raise NonFiniteSketch(f"the update has norm² {update}, the weights {weight}")
         if update <= 0 or weight <= 0:
