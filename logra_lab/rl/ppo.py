@@ -111,7 +111,8 @@ def token_batch(
 ) -> TokenBatch:
     """Pad samples into one batch: common prefix, padding, rest of the prompt, response, padding.
 
-    `share_prefix=False` computes it in every row (activation checkpointing allows no cache).
+    `share_prefix=False` computes it in every row (activation checkpointing allows no cache; for
+    models with windows or recurrent layers see `prefix.can_share`).
     """
     prefix = common_prefix([s.prompt for s in samples]) if share_prefix else 0
     left = max(len(s.prompt) for s in samples)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from logra_lab.errors import InputError
+
 # Below this the second forward pass costs more than it saves.
 _MIN_TOKENS, _MIN_ROWS = 8, 4
 
@@ -26,8 +28,33 @@ def common_prefix(prompts: Sequence[list[int]]) -> int:
     return same if same >= _MIN_TOKENS and len(prompts) >= _MIN_ROWS else 0
 
 
+def can_share(model: Any) -> bool:
+    """Whether every layer attends to the whole past.
+
+    Padding lies between the shared prefix and the rest of a shorter prompt. A sliding window or a
+    chunk counts places, padding included, and a recurrent layer keeps no keys to repeat.
+    """
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return set(types) == {"full_attention"}
+    windows = ("sliding_window", "attention_chunk_size")
+    windowed = any(getattr(config, name, None) is not None for name in windows)
+    windowed |= "local" in getattr(config, "attention_layers", ())  # GPT-Neo
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return not windowed and not getattr(base, "_is_stateful", False)
+
+
 def prefix_cache(model: Any, prefix: Sequence[int], rows: int) -> DynamicCache:
-    """Keys and values of `prefix`, computed once and repeated for `rows`; differentiable."""
+    """Keys and values of `prefix`, computed once and repeated for `rows`; differentiable.
+
+    Raises `InputError` for a model whose layers do not all attend to the whole past.
+    """
+    if not can_share(model):
+        raise InputError(
+            f"{type(model).__name__} attends within a window, where padding behind a shared prefix "
+            "takes places: make the token batch with share_prefix=False"
+        )
     ids = torch.tensor([list(prefix)], device=model.device)
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

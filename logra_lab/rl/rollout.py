@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from logra_lab.errors import InputError
 from logra_lab.rl.policies import Policy
-from logra_lab.rl.prefix import common_prefix, prefix_cache
+from logra_lab.rl.prefix import can_share, common_prefix, prefix_cache
 from logra_lab.rl.sampling import Sampler, StopWhenSampled, sampling_uniforms
 
 
@@ -129,7 +129,7 @@ class HFEngine:
         """Ids, logprobs and finish reason of one batch of rows."""
         model: Any = self.policy.model
         device = model.device
-        n = common_prefix(prompts)
+        n = common_prefix(prompts) if can_share(model) else 0
         width = max(map(len, prompts))
         pad = self.policy.pad_id
         gaps = [width - len(p) for p in prompts]

@@ -24,6 +24,7 @@ from logra_lab.rl.evaluate import EvalResult, evaluate
 from logra_lab.rl.learners import make_learner
 from logra_lab.rl.outcomes import Problem, Score
 from logra_lab.rl.policies import Policy
+from logra_lab.rl.prefix import can_share
 from logra_lab.rl.recompute import recomputed_layers
 from logra_lab.rl.rollout import HFEngine, Rollout
 from logra_lab.rl.scoring import ScoringPool
@@ -229,7 +230,7 @@ class Run:
         )
 
     def batch(self, samples: list[ppo.Sample]) -> ppo.TokenBatch:
-        share = self.config.checkpointing == "none"
+        share = self.config.checkpointing == "none" and can_share(self.policy.model)
         return ppo.token_batch(samples, self.policy.pad_id, self.device, share_prefix=share)
 
     @property

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from logra_lab import kl
+from logra_lab.errors import InputError
 from logra_lab.rl import ppo
-from logra_lab.rl.prefix import common_prefix
+from logra_lab.rl.policies import Policy
+from logra_lab.rl.prefix import can_share, common_prefix
+from logra_lab.rl.rollout import HFEngine
 from logra_lab.sketch import Sketch
 
 tiny_llm = runpy.run_path(str(Path(__file__).parents[1] / "reference.py"))["tiny_llm"]
@@ -73,3 +76,43 @@ def test_probe_catches_a_prefix_that_does_not_move_with_the_update(method):
         for batch in (ppo.token_batch(samples(), 0, share_prefix=s) for s in (True, False))
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+class Numbers:
+    eos_token_id, pad_token_id, chat_template = 1, 0, None
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+WINDOWED = {
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+}
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+def test_sliding_windows_catch_padding_that_takes_the_place_of_prompt_tokens(arch):
+    """Padding between the prefix and a short prompt's rest would fill the window."""
+    model = tiny_llm(arch, **WINDOWED[arch])
+    assert not can_share(model)
+    prompts = [[*PREFIX, *range(20, 20 + n)] for n in (1, 4, 9, 2)]
+    engine = HFEngine(Policy(model, Numbers(), arch, (1,), 0), max_new_tokens=6)
+    together = engine.generate(prompts, list("abcd"))
+    made = []
+    for i, prompt in enumerate(prompts):
+        alone = engine.generate([prompt], ["abcd"[i]])
+        assert alone.response_ids[0] == together.response_ids[i]
+        logprobs, finish = together.logprobs[i], together.finish[i]
+        made.append(ppo.Sample(prompt, together.response_ids[i], logprobs, finish, 1.0))
+    with torch.no_grad():
+        batch = ppo.token_batch(made, 0, share_prefix=False)
+        logp = batch.logits(model).log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
+        torch.testing.assert_close(logp, batch.logprobs, rtol=1e-4, atol=1e-5)
+        with pytest.raises(InputError, match="share_prefix=False"):
+            ppo.token_batch(made, 0).logits(model)
+
+
+@pytest.mark.parametrize("arch", ["Qwen2", "Qwen3", "Llama"])
+def test_models_with_full_attention_share(arch):
+    assert can_share(tiny_llm(arch))
