@@ -117,7 +117,7 @@ def _course(args: argparse.Namespace) -> int:
         name=args.name,
         only=args.only,
         texts=texts,
-        limit_s=args.timeout or 60 * preset(args.preset).cell_minutes,
+        limit_s=60 * preset(args.preset).cell_minutes if args.timeout is None else args.timeout,
     )
     return run_course(plan)
 
