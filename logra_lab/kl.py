@@ -223,9 +223,16 @@ def _finite_difference(
         return total / max(tokens, 1), math.sqrt(spread / max(tokens, 1)), tokens, target
 
     h, smooth = hint or (0.1, False)
-    suited = h
+    kl, spread, tokens, target = run(h)
     for _ in range(_FD_TRIES):
+        if kl != 0 or tokens == 0:
+            break
+        h, smooth = 32 * h, False  # rounding may have swallowed a small change whole
         kl, spread, tokens, target = run(h)
+    suited = h
+    for again in range(_FD_TRIES):
+        if again:
+            kl, spread, tokens, target = run(h)
         # √(2 KL)·T is the spread of ż under p; relative to the logits' spread it judges h
         change = h * math.sqrt(2 * kl) * temperature / max(spread, 1e-30) if kl >= 0 else math.nan
         if not (math.isfinite(change) and change > 0):

@@ -292,6 +292,19 @@ def test_probes_in_autocast_catch_a_difference_drowned_in_bfloat16():
         assert got.kl == pytest.approx(exact, rel=0.1), method
 
 
+def test_a_tiny_step_in_autocast_catches_rounding_taken_for_no_change():
+    """Of a step this small, bfloat16 layers show nothing at the first h that is tried."""
+    sketch, U, forward = setup(tiny_llm("Qwen2"), vocabulary=61, size=1e-7)
+    exact = kl.predict(sketch, U, forward, method="jvp").kl
+
+    def cast():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward()
+
+    got = kl.predict(sketch, U, cast, method="fd")
+    assert got.kl == pytest.approx(exact, rel=0.15)
+
+
 def test_hint_catches_a_step_size_that_is_searched_again_every_time():
     sketch, U, forward = setup(decoder(), size=1.0)
     calls = []
