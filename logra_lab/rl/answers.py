@@ -30,7 +30,11 @@ from typing import NamedTuple
 
 from logra_lab.rl.outcomes import Outcome
 
-NUMBER = re.compile(r"(?<![\w.])-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?")
+# Ends where the number does: "12e5", "12_000" and "12.0.7" are no way to write 12.
+NUMBER = re.compile(
+    r"(?<![\w.])-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
+    r"(?![0-9_]|[eE][+-]?[0-9]|\.[0-9])"
+)
 _CLAIM = re.compile(r"\banswer\**\s*(?:is\b\s*:?|:)", re.IGNORECASE)
 _MARKER = re.compile(r"=|\bequals\b|\bis\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)|\n")

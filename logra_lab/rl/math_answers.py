@@ -71,7 +71,7 @@ def _is_literal(text: str, *, integer: bool) -> bool:
     commands = re.findall(r"\\([A-Za-z]+)", scientific)
     if "times" in commands or not set(commands) <= _LITERAL_COMMANDS:
         return False
-    if re.search(r"[+*!^|&]|[^\s({]\s*-", scientific):
+    if re.search(r"[+*!^|&_]|[^\s({]\s*-", scientific):
         return False
     return not (integer and re.search(r"/|frac|[0-9]\s+[0-9]", scientific))
 

@@ -24,6 +24,11 @@ H5 = [
 # Gold 12 as well.
 MORE = [
     ("bare number", "12", C),
+    ("another number's exponent", "12e5", U),
+    ("another number's digits", "12_000", U),
+    ("a version", "12.0.7", U),
+    ("a grouping that is none", "12,0000", W),
+    ("list without spaces", "12,13", W),
     ("equation", "5 + 7 = 12", C),
     ("equation with a full stop", "5 + 7 = 12.", C),
     ("sentence", "The answer is 12.", C),
@@ -62,6 +67,7 @@ MORE = [
     ("boxes inside a tag", "<answer>\\boxed{12}\\boxed{5}</answer>", W),
     ("empty box", "12 \\boxed{}", U),
     ("list in a box", "\\boxed{11, 12}", W),
+    ("another base in a box", "\\boxed{12_5}", W),
     ("or in a box", "\\boxed{12 \\text{ or } 5}", W),
 ]
 
