@@ -68,6 +68,15 @@ class TrainConfig(BaseModel):
     checkpoint_every: int = Field(25, ge=0)  # 0: only at the end and on Ctrl-C
     warn_after_equal_rewards: int = Field(20, ge=2)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_value_as_number(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        for name, value in settings.items():  # pydantic would read true as 1
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                raise ValueError(f"{name} is {value}, which is no value for it")
+        return settings
+
     @model_validator(mode="after")
     def _agree(self) -> "TrainConfig":
         if self.kl_end is not None and self.kl_start is None:

@@ -15,6 +15,8 @@ from logra_lab.rl.loop import preset_config
     [
         ({"stepz": 3}, "stepz: Extra inputs are not permitted"),
         ({"rank": 0}, "rank: Input should be greater than or equal to 1"),
+        ({"rank": True}, "rank is True"),
+        ({"temperature": True}, "temperature is True"),
         ({"rank": 2.5}, "rank: Input should be a valid integer"),
         ({"method": "sgd"}, "method: Input should be 'logra', 'adam' or 'lora'"),
         ({"temperature": 0}, "temperature: Input should be greater than 0"),
