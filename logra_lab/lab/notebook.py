@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import nbformat
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from logra_lab.errors import InputError
 from logra_lab.lab.record import MIME
@@ -103,7 +103,11 @@ def _calls_record(source: str) -> bool:
 
 def _read_parameters(where: str, source: str) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
-    for line in ast.parse(source).body:
+    try:
+        lines = ast.parse(source).body
+    except SyntaxError as error:
+        raise InputError(f"{where}: parameters cell, line {error.lineno}: {error.msg}") from error
+    for line in lines:
         if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
             raise InputError(
                 f"{where}: parameters cell, line {line.lineno}: expected `name: type = literal`, "
@@ -114,9 +118,11 @@ def _read_parameters(where: str, source: str) -> dict[str, Parameter]:
             # Only the names of plain types can occur: anything else is a NameError.
             kind = eval(annotation, {"__builtins__": {}}, dict(_TYPES))
             default = ast.literal_eval(line.value) if line.value else None
-        except (NameError, TypeError, ValueError) as error:
+            adapter = TypeAdapter(kind, config=ConfigDict(strict=True))
+        except (NameError, AttributeError, TypeError, ValueError, PydanticUserError) as error:
             raise InputError(f"{where}: parameter {name!r}: {error}") from error
-        adapter = TypeAdapter(kind, config=ConfigDict(strict=True))
+        if name in parameters:
+            raise InputError(f"{where}: parameter {name!r} is declared twice")
         parameters[name] = Parameter(name, annotation, default, adapter)
         _check(where, parameters[name], default)
     return parameters
