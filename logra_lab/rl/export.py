@@ -23,7 +23,7 @@ def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) ->
 
     The folder appears whole or not at all; peft adapters (LoRA) are merged into the weights, in a
     copy of the model. Raises `ExportRefused` when the record holds no
-    evaluation, or none after step 0 although steps were logged; `InputError` when `out_dir` is a
+    evaluation, or none after the last update that was logged; `InputError` when `out_dir` is a
     file or a folder that is not empty; `RecordError` when the system refuses a write.
     """
     run_dir, out_dir = Path(run_dir), Path(out_dir)
@@ -57,10 +57,12 @@ def _plain_model(policy: "Policy") -> Any:
 
 def _check_evaluated(run_dir: Path) -> None:
     evaluated = [entry["step"] for entry in read_manifest(run_dir)["evaluations"]]
+    updates = [step["step"] for step in raw_steps(run_dir) if step.get("skipped") is None]
     if not evaluated:
         problem = "holds no evaluation"
-    elif max(evaluated) == 0 and raw_steps(run_dir):
-        problem = "holds an evaluation from before training only"
+    elif updates and max(evaluated) < updates[-1]:
+        problem = f"ends with an evaluation after step {max(evaluated)}, but an update at step "
+        problem += f"{updates[-1]} followed"
     else:
         return
     raise ExportRefused(

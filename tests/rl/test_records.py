@@ -381,12 +381,24 @@ def test_a_policy_without_an_evaluation_is_not_exported(tmp_path, policy):
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-def test_an_evaluation_from_before_training_does_not_speak_for_the_trained_policy(tmp_path, policy):
+@pytest.mark.parametrize("evaluated", [0, 1])
+def test_an_earlier_evaluation_does_not_speak_for_the_trained_policy(tmp_path, policy, evaluated):
+    """0: before training; 1: a run that Ctrl-C ended between two evaluations."""
     with begin(tmp_path / "run") as record:
-        record.add_evaluation(task="t", size=1, seed=0, step=0, result={})
         record.log(step=1)
-    with pytest.raises(ExportRefused, match="before training only"):
+        record.add_evaluation(task="t", size=1, seed=0, step=evaluated, result={})
+        record.log(step=2, skipped=None)
+        record.log(step=3, skipped="no learning signal")
+    with pytest.raises(ExportRefused, match=f"after step {evaluated}, but an update at step 2"):
         export_policy(tmp_path / "run", policy, tmp_path / "out")
+
+
+def test_steps_that_were_skipped_need_no_further_evaluation(tmp_path, policy):
+    with begin(tmp_path / "run") as record:
+        record.log(step=1, skipped=None)
+        record.add_evaluation(task="t", size=1, seed=0, step=1, result={})
+        record.log(step=2, skipped="no learning signal")
+    export_policy(tmp_path / "run", policy, tmp_path / "out")
 
 
 @pytest.fixture
