@@ -191,6 +191,7 @@ def _forward_mode(
 
         with sdpa_kernel([SDPBackend.MATH]):
             z, z_dot = torch.func.jvp(along, (one * 0,), (one,))  # type: ignore[misc]
+        _check_rows(z)
         total += variance_kl(z, z_dot, temperature).sum(dtype=torch.float64).item()
         tokens += z.shape[0]
         logits.append(z)
@@ -209,6 +210,7 @@ def _finite_difference(
         for forward in chunks:
             with perturbed(sketch, factor, h):
                 plus = forward()
+            _check_rows(plus)
             with perturbed(sketch, factor, -h):
                 minus = forward()
             if plus.shape[0] == 0:
@@ -330,6 +332,15 @@ class Mismatch:
 
     def budget(self, delta: float) -> float:
         return max(delta - self.m, delta / 2)
+
+
+def _check_rows(z: Tensor) -> None:
+    """The mean is over rows: [batch, length, V] would be divided by the batch alone."""
+    if z.dim() != 2:
+        raise InputError(
+            f"a probe's forward returned logits of shape {list(z.shape)}: expected [positions, V], "
+            "rows of generated tokens only; pick them, or flatten with logits.flatten(0, 1)"
+        )
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -305,6 +305,13 @@ def test_a_tiny_step_in_autocast_catches_rounding_taken_for_no_change():
     assert got.kl == pytest.approx(exact, rel=0.15)
 
 
+@pytest.mark.parametrize("method", ["jvp", "fd"])
+def test_logits_by_batch_and_length_catch_a_mean_over_the_batch_alone(method):
+    sketch, U, forward = setup(decoder())
+    with pytest.raises(InputError, match=r"shape \[1, 12, 31\]: expected \[positions, V\]"):
+        kl.predict(sketch, U, lambda: forward()[None], method=method)
+
+
 def test_hint_catches_a_step_size_that_is_searched_again_every_time():
     sketch, U, forward = setup(decoder(), size=1.0)
     calls = []
