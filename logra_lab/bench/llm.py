@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct on two-term sums from reasoning-gym, 40 steps under KL control.
 
-Accuracy on 200 held-out problems before and after; and on 1,000 further problems, each sampled
-once with the same random numbers after steps 20 and 40, the paired change: does the run slide
-back once it has learned?
+Accuracy on 200 held-out problems before and after; and on 1,000 further draws, each sampled once
+with the same random numbers after steps 20 and 40, the paired change: does the run slide back
+once it has learned? Those draws may repeat training prompts; the 200 never do.
 """
 
 import time
@@ -15,7 +15,7 @@ from logra_lab.rl.loop import load_tasks, preset_config
 from logra_lab.rl.policies import load_policy
 from logra_lab.rl.run import Run
 from logra_lab.rl.scoring import ScoringPool
-from logra_lab.rl.tasks import Task
+from logra_lab.rl.tasks import Task, load_task
 
 
 def run(quick: bool) -> dict[str, Figure]:
@@ -25,15 +25,16 @@ def run(quick: bool) -> dict[str, Figure]:
     if quick:
         settings, slide_problems = {"steps": 2, "prompts_per_step": 8, "eval_problems": 8}, 8
     base = preset("smollm")
-    held = settings.get("eval_problems", base.eval_problems)
     config = preset_config(base, eval_samples=1, **settings)
-    # One draw holds the 200 and the 1,000, so that training excludes both.
-    train_task, both = load_tasks(
-        config.model_copy(update={"eval_problems": held + slide_problems})
+    train_task, held_out = load_tasks(config)
+    further = load_task(
+        config.task,
+        size=slide_problems,
+        seed=3,  # neither the training's nor the held-out draw
+        params=config.task_params,
+        exclude={problem.prompt for problem in held_out},
+        distinct=False,
     )
-    held_out = Task(both.name, both.problems[:held], both.verifier)
-    further = Task(both.name, both.problems[held:], both.verifier)
-
     with ScoringPool(train_task.verifier) as scorer:
         loop = Run(config, load_policy(config.policy), train_task, held_out, scorer)
 

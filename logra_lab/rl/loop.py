@@ -26,12 +26,20 @@ CHECKPOINT = "checkpoint.pt"
 
 
 def load_tasks(config: TrainConfig, verifier: Verifier | None = None) -> tuple[Task, Task]:
-    """(training, held-out) problems; no held-out prompt occurs in training."""
+    """(training, held-out) problems; no held-out prompt occurs in training.
+
+    Held-out prompts are distinct; training draws them as often as the task does.
+    """
     common: dict[str, Any] = {"params": config.task_params, "verifier": verifier}
     held_out = load_task(config.task, size=config.eval_problems, seed=EVAL_SEED, **common)
     seen = {problem.prompt for problem in held_out}
     train = load_task(
-        config.task, size=config.train_problems, seed=TRAIN_SEED, exclude=seen, **common
+        config.task,
+        size=config.train_problems,
+        seed=TRAIN_SEED,
+        exclude=seen,
+        distinct=False,
+        **common,
     )
     return train, held_out
 

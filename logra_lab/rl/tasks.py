@@ -62,8 +62,12 @@ def load_task(
     params: dict[str, Any] | None = None,
     verifier: Verifier | None = None,
     exclude: Collection[str] = (),
+    distinct: bool = True,
 ) -> Task:
-    """Load `size` problems with distinct prompts, none of them in `exclude`.
+    """Load `size` problems whose prompts are distinct, or as often as drawn, none in `exclude`.
+
+    `distinct=False` keeps a generator's own frequencies: of two-term sums with one or two digits
+    half are of one digit, but only few of those are distinct.
 
     The result is a function of the arguments (and the file) alone; global random state is neither
     read nor changed. `params` go to the generator: those of the reasoning-gym dataset, `max_value`
@@ -90,7 +94,7 @@ def load_task(
         own = math_verifier()
     else:
         raise _unknown_task(spec)
-    return Task(spec, _take(found, size, set(exclude), spec), verifier or own)
+    return Task(spec, _take(found, size, set(exclude), spec, distinct), verifier or own)
 
 
 def _unknown_task(spec: str) -> InputError:
@@ -100,18 +104,22 @@ def _unknown_task(spec: str) -> InputError:
     return InputError(f"unknown task {spec!r}{hint} Known: {', '.join(names)}")
 
 
-def _take(found: Iterable[Problem], size: int, exclude: set[str], spec: str) -> tuple[Problem, ...]:
+def _take(
+    found: Iterable[Problem], size: int, exclude: set[str], spec: str, distinct: bool
+) -> tuple[Problem, ...]:
     taken: list[Problem] = []
     seen = set(exclude)
     for problem in found:
         if problem.prompt not in seen:
-            seen.add(problem.prompt)
+            if distinct:
+                seen.add(problem.prompt)
             taken.append(problem)
             if len(taken) == size:
                 return tuple(taken)
     raise InputError(
         f"task {spec!r}: {size} problems asked for, but there are only {len(taken)} with distinct "
-        f"prompts ({len(exclude)} excluded); ask for at most {len(taken)}, or widen the task"
+        f"prompts ({len(exclude)} excluded); ask for at most {len(taken)} (a run's settings are "
+        "train_problems and eval_problems), or widen the task"
         if taken
         else f"task {spec!r}: the dataset is empty ({len(exclude)} prompts excluded)"
     )
