@@ -95,6 +95,7 @@ def variance_kl(
     for rows, tangent in zip(z.split(cut), z_dot.split(cut), strict=True):
         p = torch.softmax(_wide(rows) / temperature, dim=-1)
         u = _wide(tangent) / temperature
+        u = torch.where(p > 0, u, 0)  # a masked logit (−inf) has no say, whatever its tangent
         u = u - (p * u).sum(-1, keepdim=True)
         out.append(0.5 * (p * u.square()).sum(-1))
     return torch.cat(out)
@@ -113,6 +114,7 @@ def realised_kl(
     for old, new in zip(z_old.split(cut), z_new.split(cut), strict=True):
         log_p = torch.log_softmax(_wide(old) / temperature, dim=-1)
         x = torch.log_softmax(_wide(new) / temperature, dim=-1) - log_p
+        x = torch.where(log_p > -math.inf, x, 0)  # an id that was masked before
         out.append((log_p.exp() * (torch.expm1(x) - x)).sum(-1))
     return torch.cat(out)
 

@@ -7,6 +7,7 @@ never forms G = Hᵀ X. Accumulation happens in backward, so a forward that acti
 repeats still counts each token once.
 """
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -212,6 +213,14 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linea
         raise InputError(
             f"targets {missing} name no linear layer of {type(model).__name__}; its linear layers "
             f"are {short or 'none'}: name some of these in targets="
+        )
+    others = sorted(set(short) - {n.rsplit(".", 1)[-1] for n in found} - {"lm_head"})
+    if missing and others:
+        warnings.warn(
+            f"{type(model).__name__} has no {', '.join(missing)}: only {len(found)} of its linear "
+            f"layers are trained, and {', '.join(others)} stay frozen; name them in targets= if "
+            "they should not",
+            stacklevel=4,
         )
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -560,3 +560,14 @@ def test_unknown_method_catches_a_silent_default(method):
     sketch, U, forward = setup(decoder())
     with pytest.raises(InputError, match=rf"'{method}'.*auto.*jvp.*fd"):
         kl.predict(sketch, U, forward, method=method)
+
+
+def test_masked_logits_catch_a_nan_from_an_id_of_probability_zero():
+    """An id masked with −inf before and after: both measures are those without its column."""
+    torch.manual_seed(0)
+    z, dz = torch.randn(5, 7).double(), torch.randn(5, 7).double()
+    masked = torch.cat([z, torch.full((5, 1), -torch.inf).double()], dim=1)
+    tangent = torch.cat([dz, torch.full((5, 1), torch.nan).double()], dim=1)
+    torch.testing.assert_close(kl.variance_kl(masked, tangent), kl.variance_kl(z, dz))
+    moved = torch.cat([z + dz, torch.full((5, 1), -torch.inf).double()], dim=1)
+    torch.testing.assert_close(kl.realised_kl(masked, moved), kl.realised_kl(z, z + dz))

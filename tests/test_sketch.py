@@ -3,6 +3,7 @@
 import copy
 import math
 import runpy
+import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -654,3 +655,17 @@ def test_packed_shapes_catch_four_bit_weights_stored_flat():
     model.blocks[0].k_proj.weight = nn.Parameter(torch.zeros(72, 1, dtype=torch.float64))
     with pytest.raises(InputError, match=r"'blocks\.0\.k_proj'"):
         Sketch(model, 2)
+
+
+def test_default_targets_catch_a_model_of_which_only_a_part_would_train():
+    """Phi-3 style: q, k, v and gate, up are fused under other names."""
+    block = nn.ModuleDict({n: nn.Linear(8, 8) for n in ("qkv_proj", "o_proj", "lm_head")})
+    with pytest.warns(UserWarning, match="qkv_proj stay frozen"):
+        Sketch(block, 2)
+
+
+def test_default_targets_do_not_warn_where_nothing_is_left_out():
+    block = nn.ModuleDict({n: nn.Linear(8, 8) for n in ("o_proj", "lm_head")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Sketch(block, 2)

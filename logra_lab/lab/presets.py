@@ -34,6 +34,7 @@ class Preset:
     max_new_tokens: int
     temperature: float
     train_problems: int
+    eval_task: str | None
     eval_problems: int
     eval_samples: int
     task_params: tuple[tuple[str, Any], ...]  # of the task's generator, as items
@@ -63,6 +64,7 @@ _LAPTOP = Preset(
     max_new_tokens=16,
     temperature=1.0,
     train_problems=4096,
+    eval_task=None,
     eval_problems=256,
     eval_samples=8,
     task_params=(),
@@ -80,6 +82,7 @@ _ONE_GPU = replace(
     policy="Qwen/Qwen2.5-1.5B",
     task="dapo_math",
     train_problems=14000,
+    eval_task="math500",
     steps=300,
     prompts_per_step=256,
     seeds=(0,),

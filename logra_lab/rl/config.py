@@ -18,6 +18,7 @@ class TrainConfig(BaseModel):
     policy: str = "small"
     task: str = "sums"
     task_params: dict[str, Any] = {}
+    eval_task: str | None = None  # judged by the same verifier; None: held-out problems of `task`
     train_problems: int = Field(4096, ge=1)
     method: Literal["logra", "adam", "lora"] = "logra"
     seed: int = Field(0, ge=0)

@@ -31,7 +31,13 @@ def load_tasks(config: TrainConfig, verifier: Verifier | None = None) -> tuple[T
     Held-out prompts are distinct; training draws them as often as the task does.
     """
     common: dict[str, Any] = {"params": config.task_params, "verifier": verifier}
-    held_out = load_task(config.task, size=config.eval_problems, seed=EVAL_SEED, **common)
+    other = config.eval_task if config.eval_task != config.task else None
+    held_out = load_task(
+        other or config.task,
+        size=config.eval_problems,
+        seed=EVAL_SEED,
+        **({"verifier": verifier} if other else common),
+    )
     seen = {problem.prompt for problem in held_out}
     train = load_task(
         config.task,
@@ -41,6 +47,11 @@ def load_tasks(config: TrainConfig, verifier: Verifier | None = None) -> tuple[T
         distinct=False,
         **common,
     )
+    if train.verifier != held_out.verifier:
+        raise InputError(
+            f"eval_task {other!r} is judged by {held_out.verifier.name!r}, task {config.task!r} by "
+            f"{train.verifier.name!r}: a run has one verifier; choose tasks that share it"
+        )
     return train, held_out
 
 
@@ -134,6 +145,7 @@ def preset_config(preset: "Preset", **settings: Any) -> TrainConfig:
         "policy": preset.policy,
         "task": preset.task,
         "task_params": dict(preset.task_params),
+        "eval_task": preset.eval_task,
         "train_problems": preset.train_problems,
         "steps": preset.steps,
         "prompts_per_step": preset.prompts_per_step,
@@ -186,7 +198,12 @@ def main(
             for warning in line["warnings"]:
                 console.print(f"step {line['step']}: {warning}")
 
-        train(config, folder, resume=resume, on_step=show)
+        try:
+            train(config, folder, resume=resume, on_step=show)
+        except KeyboardInterrupt:
+            if (folder / CHECKPOINT).is_file():
+                console.print(f"saved in {folder}; go on with the same command and --resume")
+            raise
     table = Table("step", "Pass@1 (95 %)", "Pass@4", "tokens", "truncated", title=config.task)
     for evaluation in read_manifest(folder)["evaluations"]:  # of earlier sessions too
         result = evaluation["result"]

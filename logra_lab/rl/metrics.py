@@ -43,7 +43,10 @@ METRICS: dict[str, Metric] = {
     "update_ratio": Metric("ratio", "update_norm over the Frobenius norm of the target weights"),
     "kl_predicted_full": Metric("nats/token", "KL(1): predicted for the whole proposal, alpha = 1"),
     "kl_predicted": Metric("nats/token", "alpha squared times KL(1): predicted for the step taken"),
-    "kl_realised": Metric("nats/token", "measured after the update on the probe's positions"),
+    "kl_realised": Metric(
+        "nats/token",
+        "measured after the update on the probe's positions (autocast: to rounding)",
+    ),
     "kl_budget": Metric("nats/token", "budget of this step, mismatch subtracted"),
     "alpha": Metric("ratio", "step scale that the KL controller chose"),
     "kl_method": Metric("text", "estimator of KL(1), as named in the configuration"),

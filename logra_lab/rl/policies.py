@@ -67,9 +67,13 @@ class Policy:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out, spaces as they came."""
+        """Text of token ids without the end-of-sequence id that closes them.
+
+        Special tokens elsewhere stay visible: left out, they would let "4<pad>2" pass for "42".
+        """
+        body = list(ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
         text: str = self.tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            body, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -17,6 +17,7 @@ import torch
 
 from logra_lab import kl
 from logra_lab.errors import InputError
+from logra_lab.optimizer import frobenius
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.environment import peak_memory_mib
@@ -65,7 +66,7 @@ class Run:
         self.equal_value: float | None = None
         weights = {w.data_ptr() for w in self.learner.weights().values()}
         frozen = [p for p in policy.model.parameters() if p.data_ptr() not in weights]
-        self.frozen_norm = math.hypot(*(torch.linalg.vector_norm(p).item() for p in frozen))
+        self.frozen_norm = math.hypot(*(frobenius(torch.atleast_2d(p.detach())) for p in frozen))
 
     def one_step(self) -> dict[str, Any]:
         """One batch: its record, with `skipped` naming the reason when nothing was changed."""

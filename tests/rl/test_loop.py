@@ -33,6 +33,8 @@ from logra_lab.rl.rollout import HFEngine
 from logra_lab.rl.scoring import ScoringError
 from logra_lab.rl.verifiers import Verifier
 
+DATA = Path(__file__).resolve().parents[2] / "data"
+
 HERE = Path(__file__).parent
 shared = runpy.run_path(str(HERE / "training.py"))
 tiny_config, same, numbers = (shared[n] for n in ("tiny_config", "same", "numbers"))
@@ -495,3 +497,13 @@ def test_a_short_run_does_learn(tmp_path):
     _, (before, after) = train(config, tmp_path)
     assert after.pass_at_1 > before.pass_at_1 + 0.15
     assert after.truncated_share < before.truncated_share
+
+
+def test_another_evaluation_task_is_judged_by_the_run_s_verifier_or_refused():
+    files = {"task": f"jsonl:{DATA / 'dapo_math_tiny.jsonl'}", "train_problems": 12}
+    other = f"jsonl:{DATA / 'math500_tiny.jsonl'}"
+    train_task, held_out = load_tasks(make_config(**files, eval_task=other, eval_problems=12))
+    assert (len(train_task), len(held_out)) == (12, 12)
+    assert not {p.prompt for p in train_task} & {p.prompt for p in held_out}
+    with pytest.raises(InputError, match="one verifier"):
+        load_tasks(make_config(**files, eval_task="sums", eval_problems=4))

@@ -84,7 +84,9 @@ def test_small_vocabulary_round_trips_one_token_a_character(small):
     ids = small.encode(text)
     assert len(ids) == len(set(ids)) == len(text)
     assert small.decode(ids) == text
-    assert small.decode([*ids, *small.eos_ids, small.pad_id]) == text
+    assert small.decode([*ids, small.eos_ids[0]]) == text
+    # a special token in the middle is seen: left out, "4<pad>2" would pass for 42
+    assert small.decode([ids[0], small.pad_id, *ids[1:]]) != text
     assert small.vocab_size == len(text) + 3  # and pad, eos, unknown
     assert small.encode("12+34=") == [small.encode(c)[0] for c in "12+34="]
 
