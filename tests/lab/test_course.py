@@ -214,7 +214,13 @@ def test_ctrl_c_ends_the_kernel_says_so_in_the_file_and_exits_130(course, make_b
     course.write("02_two", make_book())
     command = [sys.executable, "-m", "logra_lab", "course", "--preset", "smoke", "--name", "r"]
     folders = ["--notebooks", course.root / "notebooks", "--runs", course.root / "runs"]
-    runner = subprocess.Popen([*command, *folders], stdout=subprocess.PIPE, text=True)
+    runner = subprocess.Popen(
+        [*command, *folders],
+        stdout=subprocess.PIPE,
+        text=True,
+        # a shell that starts the tests in the background has SIGINT ignored, and so would this be
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
