@@ -5,8 +5,9 @@ skipped step leaves weights, moments, draw and t as they were, and empties the s
 """
 
 import math
+import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from logra_lab import kl
 from logra_lab.errors import InputError, LograError
-from logra_lab.projection import SCHEME_VERSION
+from logra_lab.projection import SCHEME_VERSION, canonical_path
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_moment, row_scale
 from logra_lab.sketch import TARGETS, Sketch
+from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply
 
 
 class ZeroSketch(LograError):
@@ -49,7 +51,10 @@ class KLControl:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did. `skipped` is None or the reason; KL in nats per generated token."""
+    """What a step did. `skipped` is None or the reason; KL in nats per generated token.
+
+    `update` is what was applied, for engines and journals; None when skipped.
+    """
 
     t: int
     skipped: str | None = None
@@ -63,9 +68,11 @@ class StepReport:
     kl_realised: float | None = None
     kl_budget: float | None = None
     mismatch: float | None = None
+    update: ThinUpdate | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The plain values, without the update."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "update"}
 
 
 class LoGRA:
@@ -80,10 +87,12 @@ class LoGRA:
         refresh: redraw A after each update (default), or keep the draw 0.
         update_ratio: ρ, the proposed ‖update‖ over ‖weights‖, all targets together.
         beta2, eps, variant: see `rowadam`. control: see `KLControl`.
+        wire: the type in which U is applied here and sent: ``int8`` (default), ``float32``.
 
     Raises `InputError` for what `Sketch` refuses and for weights below float32 (a step is far
     smaller than half a unit in the last place of bfloat16, and would be lost).
-    Memory: Σd·r sketch numbers, which become D and U in place, and Σd moments.
+    Memory: Σd·r sketch numbers, which become D and U in place, their int8 image while a step is
+    applied, and Σd moments.
     """
 
     def __init__(
@@ -101,7 +110,13 @@ class LoGRA:
         eps: float = 1e-8,
         variant: str = "norm_preserving",
         control: KLControl | None = None,
+        wire: str = "int8",
     ) -> None:
+        if wire == "int8" and projection != "sign":
+            raise InputError(
+                f"projection {projection!r} has no exact sums: choose wire='float32' (int8 goes "
+                "with signs)"
+            )
         if not (update_ratio > 0 and math.isfinite(update_ratio)):
             raise InputError(f"update_ratio is {update_ratio}: expected a positive number")
         if not (0 <= beta2 < 1 and eps >= 0):
@@ -110,6 +125,7 @@ class LoGRA:
             raise InputError(f"RowAdam variant {variant!r} is unknown; expected one of {VARIANTS}")
         self.refresh, self.rho, self.beta2, self.eps = refresh, update_ratio, beta2, eps
         self.variant, self.control = variant, control or KLControl(method="off")
+        self.wire, self.run = wire, uuid.uuid4().hex[:12]
         self.t = 0
         self.sketch = Sketch(
             model,
@@ -171,6 +187,7 @@ class LoGRA:
                 )
                 alpha = kl.step_scale(seen.kl, delta, control.alpha_max)
             before = seen and control.measure and (seen.logits or self._logits(probe))
+            update = self._round(sketch.flat.mul_(alpha))  # the sketch's own memory, twice reused
         except (NonFiniteSketch, ZeroSketch, kl.BadPrediction) as reason:
             sketch.zero_()
             return StepReport(t=self.t, skipped=str(reason))
@@ -178,11 +195,7 @@ class LoGRA:
             sketch.zero_()  # it may hold half a proposal
             raise
 
-        U = sketch.flat.mul_(alpha)  # the sketch's own memory, twice reused
-        for site in sketch.sites:
-            readers = [sketch.layers[path] for path in site.readers]
-            site.projection.subtract_([(x.module.weight, U[x.rows]) for x in readers])
-
+        apply(update, self.slots())
         self.v, self.t, self.mismatch = v, t, mismatch
         sketch.zero_()
         sketch.redraw(self.draw)
@@ -199,6 +212,36 @@ class LoGRA:
             kl_realised=self._realised(before, probe) if before else None,
             kl_budget=delta,
             mismatch=mismatch.m if control.subtract_mismatch else None,
+            update=update,
+        )
+
+    def slots(self) -> list[Slot]:
+        """Where an update goes: the target weights, under the names that updates use."""
+        return [
+            Slot.whole(canonical_path(path), layer.module.weight.data)
+            for path, layer in self.sketch.layers.items()
+        ]
+
+    def _round(self, U: Tensor) -> ThinUpdate:
+        sketch = self.sketch
+        layers = [
+            ThinLayer(
+                canonical_path(path),
+                d=layer.S.shape[0],
+                k=layer.site.k,
+                site=canonical_path(layer.site.path),
+            )
+            for path, layer in sketch.layers.items()
+        ]
+        return ThinUpdate.round(
+            U,
+            layers,
+            run=self.run,
+            base=self.t,
+            seed=sketch.seed,
+            draw=self.draw,
+            wire=self.wire,
+            kind=sketch.kind,
         )
 
     def _propose(self, t: int) -> tuple[float, float, float, Tensor]:
@@ -256,6 +299,7 @@ class LoGRA:
         """Tensors and plain values; with the weights, all that a resumed run needs."""
         return {
             "t": self.t,
+            "run": self.run,
             "v": self.v.clone(),
             "mismatch": self.mismatch.m,
             "fd_hint": None if self.fd_hint is None else list(self.fd_hint),
@@ -278,7 +322,7 @@ class LoGRA:
                     f"{_short(value)} here; resume with the settings of the checkpoint"
                 )
         self.v.copy_(state["v"])
-        self.t = state["t"]
+        self.t, self.run = state["t"], state["run"]
         self.fd_hint = None if state["fd_hint"] is None else tuple(state["fd_hint"])
         self.mismatch = kl.Mismatch(state["mismatch"])
         self.sketch.zero_()
@@ -295,6 +339,7 @@ class LoGRA:
             "projection": sketch.kind,
             "refresh": self.refresh,
             "variant": self.variant,
+            "wire": self.wire,
         }
 
 

@@ -134,23 +134,28 @@ class Projection:
         self,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
         width: int | None = None,
+        columns: slice | None = None,
     ) -> Iterator[tuple[slice, Float[Tensor, "r w"]]]:
-        """√r · A, some columns at a time: (columns, block).
+        """√r · A, some columns at a time: (columns counted from the first one, block).
 
         Every block lies in one buffer, of 1 MiB in float32 by default, which stays in cache and
-        which the next block overwrites: use it before going on.
+        which the next block overwrites: use it before going on. `columns` is a part of A, which is
+        cut without drawing the rest.
         """
+        first, last = (0, self.k) if columns is None else (columns.start, columns.stop)
         width = width or max(64, _BLOCK_NUMBERS // self.rank)
-        cuts = [slice(i, min(i + width, self.k)) for i in range(0, self.k, width)]
+        cuts = [slice(i, min(i + width, last - first)) for i in range(0, last - first, width)]
         if self.kind == "gaussian":
-            normals = self._normals().to(device, dtype)
+            normals = self._normals().to(device, dtype)[:, first:last]
             yield from ((cut, normals[:, cut]) for cut in cuts)
             return
-        words = self.words.to(device)[:, None, :]
+        whole = (first, last) == (0, self.k)
+        words = (self.words if whole else self.words_of(first, last)).to(device)[:, None, :]
         shift = torch.arange(31, -1, -1, dtype=torch.int32, device=device)[:, None]
         buffer = torch.empty(
-            words.shape[0], 32, min(width, self.k), dtype=torch.int32, device=device
+            words.shape[0], 32, min(width, last - first), dtype=torch.int32, device=device
         )
         for cut in cuts:
             bits = buffer[..., : cut.stop - cut.start]
@@ -183,15 +188,31 @@ class Projection:
             gram.addmm_(block, block.T)
         return gram.mul_(1 / self.rank)
 
-    def subtract_(self, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """W ← W − U A in place for each (W [d, k], U [d, r]) that shares this A.
+    def subtract_(
+        self,
+        updates: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+        columns: slice | None = None,
+    ) -> None:
+        """W ← W − F·(√r A) in place for each (W [d, k], F [d, r], served) that shares this A.
 
-        Cost: 2·d·k·r FLOPs and one pass over W; no [d, k] temporary, A one block at a time.
+        F = U/√r. The product of a block is formed first and then subtracted, so that the
+        subtraction rounds once; `served`, if there is one, gets the new W cast to its type.
+        `columns` is the part of A that W holds. Cost: 2·d·k·r FLOPs and one pass over W; A and the
+        product exist one block of 1 MiB at a time.
         """
-        first = updates[0][0]
-        for cut, block in self.blocks(first.dtype, first.device):
-            for weight, factor in updates:
-                weight[:, cut].addmm_(factor.to(weight.dtype), block, alpha=-self.scale)
+        factor = updates[0][1]
+        buffer = factor.new_empty(_BLOCK_NUMBERS)
+        for cut, block in self.blocks(factor.dtype, factor.device, columns=columns):
+            step = max(1, _BLOCK_NUMBERS // block.shape[1])
+            for weight, F, served in updates:
+                for start in range(0, F.shape[0], step):
+                    rows = slice(start, min(start + step, F.shape[0]))
+                    size = (rows.stop - rows.start) * block.shape[1]
+                    product = buffer[:size].view(-1, block.shape[1])
+                    torch.mm(F[rows], block, out=product)
+                    part = weight[rows, cut].sub_(product)
+                    if served is not None:
+                        served[rows, cut].copy_(part)
 
     def _normals(self) -> Tensor:
         """Box–Muller on 2 × 2 words per call: rows 4b to 4b+3 of a column; same prefix rule."""
@@ -203,6 +224,19 @@ class Projection:
         radius, angle = (-2 * u[0::2].log()).sqrt(), 2 * math.pi * u[1::2]
         pairs = torch.stack([radius * angle.cos(), radius * angle.sin()])  # [2, 2, blocks, k]
         return pairs.permute(2, 1, 0, 3).reshape(4 * blocks, self.k)[: self.rank]
+
+
+def rounding_words(
+    text: str, rows: slice, rank: int, device: torch.device | str = "cpu"
+) -> Int64[Tensor, "rows r"]:
+    """32 random bits for each entry of some rows of a [d, r] factor: stochastic rounding.
+
+    Entry (row, c) is output word c % 4 at counter (row, c // 4, 1, 1) under the key of `text`.
+    """
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None].expand(-1, -(-rank // 4))
+    quad = torch.arange(row.shape[1], device=device).expand_as(row)
+    words = philox4x32(torch.stack([row, quad, *_stream(DOMAIN_ROUNDING, row)]), key_of(text))
+    return words.permute(1, 2, 0).flatten(1)[:, :rank]
 
 
 def _stream(domain: int, like: Tensor) -> tuple[Tensor, Tensor]:

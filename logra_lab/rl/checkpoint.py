@@ -3,7 +3,7 @@
 The file is an ordinary `torch.save` archive, so `torch.load(path, weights_only=True)` reads it too.
 It ends in a zip comment holding the SHA-256 of all bytes before it: one flipped byte or a cut
 file is found before anything is unpickled. The checkpoint before is kept as `<name>.prev`; see
-`logra_lab.rl.atomic` for why a crash at any moment leaves a complete one.
+`logra_lab.atomic` for why a crash at any moment leaves a complete one.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from logra_lab.atomic import previous_path, write_atomically
 from logra_lab.errors import InputError, LograError
-from logra_lab.rl.atomic import previous_path, write_atomically
 
 _MARK = b"logra-lab checkpoint 1 sha256:"
 _HEX = 64

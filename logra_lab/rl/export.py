@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from logra_lab.atomic import sync_folder
 from logra_lab.errors import InputError, LograError
-from logra_lab.rl.atomic import sync_folder
 from logra_lab.rl.run_files import RecordError, raw_steps, read_manifest
 
 if TYPE_CHECKING:

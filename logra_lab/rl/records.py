@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
+from logra_lab.atomic import write_atomically
 from logra_lab.errors import InputError
 from logra_lab.rl import environment
-from logra_lab.rl.atomic import write_atomically
 from logra_lab.rl.export import ExportRefused, export_policy
 from logra_lab.rl.metrics import METRICS, Metric, check_names, dumps
 from logra_lab.rl.run_files import RecordError, raw_steps, read_manifest, read_steps

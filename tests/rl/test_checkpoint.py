@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from logra_lab import atomic
 from logra_lab.errors import InputError
-from logra_lab.rl import atomic, checkpoint
+from logra_lab.rl import checkpoint
 from logra_lab.rl.checkpoint import CheckpointError, load, previous_path, save
 
 

@@ -1,0 +1,340 @@
+"""The thin update: the one object between trainer, engines and disk, and the one way to apply it.
+
+    U = α D  →  ThinUpdate: integers [Σd, r], one exponent a row, and what determines A
+             →  W ← W − U A, on the trainer, in every engine, from the journal
+
+With the int8 wire, every entry of the product U A is an exact sum of integers times a power of
+two, so that its value depends on no order, block, shard or device, and the subtraction is the only
+rounding: all who apply an update to equal weights get equal bits.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+from logra_lab.errors import InputError
+from logra_lab.projection import (
+    KINDS,
+    SCHEME_VERSION,
+    Projection,
+    canonical_path,
+    rounding_words,
+)
+from logra_lab.sync import sealed
+from logra_lab.sync.errors import PayloadError, ShapeMismatch
+
+WIRES = {
+    "int8": torch.int8,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,  # for float64 models, in tests and studies
+}
+# 2^e is a normal float32, and 127·r·2^e is finite for every rank below 2^16.
+MIN_EXPONENT, MAX_EXPONENT = -126, 100
+MAX_RANK = 1 << 16
+_ROWS = 1 << 17  # entries that are rounded at a time: their Philox words stay in cache
+
+
+@dataclass(frozen=True)
+class ThinLayer:
+    """A layer of an update: W [d, k] at `name`, with the projection drawn under `site`."""
+
+    name: str
+    d: int
+    k: int
+    site: str
+
+
+@dataclass(frozen=True, eq=False)
+class ThinUpdate:
+    """One step, W ← W − U A for all layers at once, as numbers and integers.
+
+    Attributes:
+        run: id of the training run. base, version: the step leads from `base` to `version`.
+        seed, draw, rank, kind, scheme: determine A; see `Projection` and `SCHEME_VERSION`.
+        wire: type of `values`. layers: in the order of their rows.
+        values: U/√r [Σd, r], so that A's entries are ±1: integers of the int8 wire, else floats.
+        exponents: of the int8 wire, [Σd]: row i stands for values[i]·2^exponents[i].
+    """
+
+    run: str
+    base: int
+    version: int
+    seed: int
+    draw: int
+    rank: int
+    wire: str
+    kind: str
+    scheme: int
+    layers: tuple[ThinLayer, ...]
+    values: Tensor
+    exponents: Tensor | None
+
+    @classmethod
+    def round(
+        cls,
+        U: Float[Tensor, "rows r"],
+        layers: Sequence[ThinLayer],
+        *,
+        run: str,
+        base: int,
+        seed: int,
+        draw: int,
+        wire: str = "int8",
+        kind: str = "sign",
+    ) -> "ThinUpdate":
+        """The update base → base + 1 with factor U, rows laid out as `layers`, in a wire type.
+
+        int8: row i becomes integers in [−127, 127] times 2^e, e the smallest that fits, rounded
+        stochastically without bias by the bits of (seed, version, layer, row, column). Raises
+        `InputError` for a factor that is not finite, too large (2^107), or of another shape.
+        Cost: one pass over U; temporaries of a few MiB.
+        """
+        if wire not in WIRES or kind not in KINDS:
+            raise InputError(f"wire {wire!r}, kind {kind!r}: expected {list(WIRES)} and {KINDS}")
+        if wire == "int8" and kind != "sign":
+            raise InputError(
+                f"a {kind} projection has no exact sums: use wire='float32' (int8 needs signs)"
+            )
+        rows = sum(layer.d for layer in layers)
+        if U.shape[0] != rows or not 1 <= U.shape[1] <= MAX_RANK:
+            raise InputError(f"factor of shape {list(U.shape)}: the layers have {rows} rows")
+        values = torch.empty(U.shape, dtype=WIRES[wire], device=U.device)
+        exponents = torch.empty(rows, dtype=torch.int8, device=U.device) if wire == "int8" else None
+        start = 0
+        for layer in layers:
+            step = max(1, _ROWS // U.shape[1])
+            for row in range(0, layer.d, step):
+                span = slice(row, min(row + step, layer.d))
+                place = slice(start + span.start, start + span.stop)
+                u = U[place].double().mul_(1 / math.sqrt(U.shape[1]))
+                if not torch.isfinite(u).all():
+                    raise InputError(f"the factor of layer {layer.name!r} is not finite")
+                if exponents is None:
+                    values[place] = u
+                else:
+                    text = f"{seed}:{base + 1}:{layer.name}"
+                    values[place], exponents[place] = _stochastic(u, text, span)
+            start += layer.d
+        return cls(
+            run=run,
+            base=base,
+            version=base + 1,
+            seed=seed,
+            draw=draw,
+            rank=U.shape[1],
+            wire=wire,
+            kind=kind,
+            scheme=SCHEME_VERSION,
+            layers=tuple(layers),
+            values=values,
+            exponents=exponents,
+        )
+
+    @cached_property
+    def places(self) -> dict[str, tuple[int, ThinLayer]]:
+        """First row in `values` and shape of every layer, by name."""
+        found, start = {}, 0
+        for layer in self.layers:
+            found[layer.name] = (start, layer)
+            start += layer.d
+        return found
+
+    def factor(
+        self, name: str, rows: slice | None = None, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "rows r"]:
+        """U/√r of some rows of a layer, as the numbers that are applied; exact for int8."""
+        start, layer = self.places[name]
+        first, last = (0, layer.d) if rows is None else (rows.start, rows.stop)
+        span = slice(start + first, start + last)
+        values = self.values[span].to(dtype)
+        if self.exponents is not None:
+            values.mul_(_power_of_two(self.exponents[span])[:, None])
+        return values
+
+    def projection(self, layer: ThinLayer) -> Projection:
+        return Projection(layer.site, layer.k, self.rank, self.seed, self.draw, self.kind)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the sealed bytes: the identity of this update."""
+        return sealed.digest_of(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Sealed safetensors: `values`, `exponents`, and the rest as JSON in the header."""
+        order = {layer.name: i for i, layer in enumerate(self.layers)}
+        meta = {
+            "format": "thin-update-1",
+            **{name: getattr(self, name) for name in _PLAIN},
+            "layers": [[x.name, x.d, x.k, order[x.site]] for x in self.layers],
+        }
+        tensors = {"values": self.values.cpu()}
+        if self.exponents is not None:
+            tensors["exponents"] = self.exponents.cpu()
+        return sealed.pack(tensors, meta)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, max_bytes: int = 8 << 30) -> "ThinUpdate":
+        """Read what `to_bytes` wrote. Raises `PayloadError` for anything else, naming the field,
+        and `DigestMismatch`. Cost: one copy of the numbers."""
+        meta, tensors = sealed.unpack(data, max_bytes=max_bytes)
+        update = _checked(meta, tensors)
+        update.__dict__["digest"] = sealed.digest_of(data)  # known now: no need to serialise again
+        return update
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a layer, or a shard of it, lives.
+
+    Attributes:
+        weight: [rows, columns] of W: float32 (float64), or a served copy where drift is accepted.
+        rows, columns: the part of W [d, k] that `weight` holds.
+        served: a tensor of the same shape that gets the new weight cast to its type, or None.
+    """
+
+    layer: str
+    weight: Tensor
+    rows: slice
+    columns: slice
+    served: Tensor | None = None
+
+    @classmethod
+    def whole(cls, layer: str, weight: Tensor, served: Tensor | None = None) -> "Slot":
+        return cls(layer, weight, slice(0, weight.shape[0]), slice(0, weight.shape[1]), served)
+
+
+def check(update: ThinUpdate, slots: Sequence[Slot]) -> None:
+    """Raise `ShapeMismatch` unless `apply` can write every slot."""
+    for slot in slots:
+        _check_slot(update, slot)
+
+
+@torch.no_grad()
+def apply(update: ThinUpdate, slots: Sequence[Slot]) -> None:
+    """W ← W − U A in every slot, in place: trainer, engines and replay all come here.
+
+    Everything is checked before the first write (`ShapeMismatch`). Each A is regenerated once for
+    all slots that share it, in blocks; no [d, k] temporary exists. int8: the same bits whatever the
+    slots' shapes, blocks and order.
+    """
+    check(update, slots)
+    groups: dict[tuple[str, int, int, torch.dtype], list[Slot]] = defaultdict(list)
+    for slot in slots:
+        layer = update.places[slot.layer][1]
+        exact = torch.float64 if slot.weight.dtype == torch.float64 else torch.float32
+        groups[layer.site, slot.columns.start, slot.columns.stop, exact].append(slot)
+    for (_, start, stop, dtype), group in groups.items():
+        projection = update.projection(update.places[group[0].layer][1])
+        factors = [
+            update.factor(x.layer, x.rows, dtype).to(x.weight.device, non_blocking=True)
+            for x in group
+        ]
+        projection.subtract_(
+            [(x.weight, F, x.served) for x, F in zip(group, factors, strict=True)],
+            slice(start, stop),
+        )
+
+
+def payload_bytes(shapes: Iterable[tuple[int, int]], rank: int, wire: str = "int8") -> int:
+    """Numbers of an update in bytes, Σ d·(r + 1) for int8; the header adds up to 256 a layer."""
+    size = torch.empty((), dtype=WIRES[wire]).element_size() * rank + (wire == "int8")
+    return size * sum(d for d, _ in shapes)
+
+
+def _stochastic(u: Tensor, text: str, rows: slice) -> tuple[Int8[Tensor, "n r"], Int8[Tensor, "n"]]:
+    """floor(u/2^e + w/2³²) in float64, where u/2^e is exact; e smallest with max|u| ≤ 127·2^e."""
+    mantissa, e = torch.frexp(u.abs().amax(dim=1))  # the peak is mantissa·2^e, mantissa in [½, 1)
+    e = torch.where(mantissa <= 127 / 128, e - 7, e - 6)
+    e = torch.where(mantissa == 0, MIN_EXPONENT, e).clamp_min(MIN_EXPONENT)
+    if int(e.max()) > MAX_EXPONENT:
+        raise InputError(f"a factor of size 2^{int(e.max()) + 7}: the update is far too large")
+    words = rounding_words(text, rows, u.shape[1], u.device)
+    q = u.mul_(_power_of_two(-e)[:, None]).add_(words.double().mul_(2.0**-32)).floor_()
+    return q.to(torch.int8), e.to(torch.int8)
+
+
+def _power_of_two(e: Tensor) -> Float[Tensor, "n"]:
+    """2^e from the exponent bits of float32: torch's own pow and ldexp may be off by one unit."""
+    return (e.to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
+
+
+def _check_slot(update: ThinUpdate, slot: Slot) -> None:
+    if slot.layer not in update.places:
+        raise ShapeMismatch(f"the update has no layer {slot.layer!r}; is it for another model?")
+    layer = update.places[slot.layer][1]
+    shape = (slot.rows.stop - slot.rows.start, slot.columns.stop - slot.columns.start)
+    inside = 0 <= slot.rows.start < slot.rows.stop <= layer.d
+    inside = inside and 0 <= slot.columns.start < slot.columns.stop <= layer.k
+    shapes = {tuple(x.shape) for x in (slot.weight, slot.served) if x is not None}
+    if not inside or shapes != {shape}:
+        raise ShapeMismatch(
+            f"layer {slot.layer!r}: the update is for {layer.d} × {layer.k}, the weight at hand is "
+            f"{' and '.join(map(str, sorted(shapes)))} for rows {slot.rows.start}:"
+            f"{slot.rows.stop}, columns {slot.columns.start}:{slot.columns.stop}"
+        )
+
+
+_PLAIN = ("run", "base", "version", "seed", "draw", "rank", "wire", "kind", "scheme")
+_INT64 = 1 << 63
+
+
+def _checked(meta: Any, tensors: dict[str, Tensor]) -> ThinUpdate:
+    """An update from untrusted parts, or `PayloadError` naming what is wrong."""
+
+    def need(good: bool, what: str) -> None:
+        if not good:
+            raise PayloadError(f"update refused: {what}")
+
+    def natural(value: Any, top: int, least: int = 0) -> bool:
+        return type(value) is int and least <= value < top
+
+    need(type(meta) is dict and set(meta) == {"format", "layers", *_PLAIN}, "unknown fields")
+    need(meta["format"] == "thin-update-1", f"format {meta['format']!r:.80} is unknown")
+    need(type(meta["run"]) is str and 0 < len(meta["run"]) <= 128, "run is no short text")
+    need(natural(meta["base"], _INT64 - 1), "base is no version number")
+    need(meta["version"] == meta["base"] + 1, "version is not base + 1")
+    need(natural(meta["seed"], _INT64, -_INT64), "seed is no integer of 64 bits")
+    need(natural(meta["draw"], _INT64), "draw is no natural number")
+    need(natural(meta["rank"], MAX_RANK + 1, 1), "rank is no number in 1..65536")
+    need(meta["wire"] in list(WIRES) and meta["kind"] in KINDS, "unknown wire type or projection")
+    need(meta["wire"] != "int8" or meta["kind"] == "sign", "int8 goes with signs only")
+    need(
+        meta["scheme"] == SCHEME_VERSION,
+        f"projection scheme {meta['scheme']!r:.80}, here is {SCHEME_VERSION}: use one version",
+    )
+    listed = meta["layers"]
+    need(type(listed) is list and len(listed) > 0, "there are no layers")
+    for entry in listed:
+        good = type(entry) is list and len(entry) == 4 and type(entry[0]) is str
+        need(good and entry[0] == canonical_path(entry[0]) != "", f"layer entry {entry!r:.80}")
+        need(all(natural(n, 1 << 32, 1) for n in entry[1:3]), f"shape of {entry[0]!r:.80}")
+        need(entry[2] >= meta["rank"], f"rank exceeds the inputs of {entry[0]!r:.80}")
+        need(natural(entry[3], len(listed)), f"site of {entry[0]!r:.80}")
+    need(len({entry[0] for entry in listed}) == len(listed), "a layer is named twice")
+    for i, (name, _, k, site) in enumerate(listed):
+        first = listed[site]
+        need(first[3] == site <= i and first[2] == k, f"site of {name!r:.80} is another's reader")
+    rows = sum(entry[1] for entry in listed)
+    names = {"values", "exponents"} if meta["wire"] == "int8" else {"values"}
+    need(set(tensors) == names, f"tensors {sorted(tensors)!r:.80}, expected {sorted(names)}")
+    values, exponents = tensors["values"], tensors.get("exponents")
+    need(values.dtype == WIRES[meta["wire"]], f"values are {values.dtype}")
+    need(tuple(values.shape) == (rows, meta["rank"]), f"values have shape {list(values.shape)}")
+    if exponents is None:
+        need(bool(torch.isfinite(values).all()), "values are not finite")
+    else:
+        need(exponents.dtype == torch.int8 and exponents.shape == (rows,), "exponents of rows")
+        low, high = exponents.aminmax()
+        need(MIN_EXPONENT <= int(low) <= int(high) <= MAX_EXPONENT, "exponents outside −126..100")
+        need(int(values.min()) >= -127, "an integer is −128")
+    layers = tuple(ThinLayer(name, d, k, listed[site][0]) for name, d, k, site in listed)
+    plain = {name: meta[name] for name in _PLAIN}
+    return ThinUpdate(**plain, layers=layers, values=values, exponents=exponents)
