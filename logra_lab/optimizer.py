@@ -7,7 +7,7 @@ skipped step leaves weights, moments, draw and t as they were, and empties the s
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class StepReport:
     t: int
     skipped: str | None = None
     sketch_norm: float = 0.0
-    update_norm: float = 0.0  # √Σ‖U_l A_l‖²
+    update_norm: float = 0.0  # √Σ‖U_l A_l‖², before U is rounded to the wire type
     update_ratio: float = 0.0  # the same over √Σ‖W_l‖²
     alpha: float | None = None
     kl_method: str | None = None
@@ -68,7 +68,7 @@ class StepReport:
     kl_realised: float | None = None
     kl_budget: float | None = None
     mismatch: float | None = None
-    update: ThinUpdate | None = None
+    update: ThinUpdate | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The plain values, without the update."""

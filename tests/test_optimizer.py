@@ -81,7 +81,15 @@ def test_three_steps_catch_a_wrong_sign_size_draw_moment_or_layer(variant, refre
     """W − ρ-sized row_adam(S) · A, redone by hand with the scalar contract's A, in float64."""
     model = decoder()
     twin = copy.deepcopy(model)
-    optimizer = LoGRA(model, rank=RANK, seed=11, update_ratio=RHO, variant=variant, refresh=refresh)
+    optimizer = LoGRA(
+        model,
+        rank=RANK,
+        seed=11,
+        update_ratio=RHO,
+        variant=variant,
+        refresh=refresh,
+        wire="float64",
+    )
     layers = optimizer.sketch.layers
     moments = {p: torch.zeros(x.S.shape[0], dtype=torch.float64) for p, x in layers.items()}
     modules = dict(twin.named_modules())
@@ -127,6 +135,7 @@ def test_size_rule_catches_a_gram_of_another_scale_or_a_rule_per_layer(share, pr
         share_inputs=share,
         projection=projection,
         variant=variant,
+        wire="float64",
     )
     before = weights(optimizer)
     backward(model)
@@ -177,7 +186,7 @@ def test_sketch_norm_in_the_report_catches_the_norm_of_the_direction():
 def test_tiny_gradients_catch_an_update_of_nan(dtype):
     """1e-25: squares underflow float32, so the step is skipped there; float64 takes it."""
     model = decoder(dtype=dtype)
-    optimizer = LoGRA(model, rank=RANK, update_ratio=RHO)
+    optimizer = LoGRA(model, rank=RANK, update_ratio=RHO, wire="float64")
     optimizer.sketch.flat.fill_(1e-25)
     before = weights(optimizer)
     report = optimizer.step()
@@ -228,7 +237,7 @@ def test_microbatches_catch_a_redraw_between_them():
 @pytest.mark.parametrize("method", ["jvp", "fd", "auto"])
 def test_budget_catches_alpha_that_is_reported_but_not_applied(method):
     """KL(1) by explicit weights: the uncontrolled step's own change, then α = √(δ/KL(1))."""
-    free = LoGRA(decoder(), rank=RANK, update_ratio=RHO)
+    free = LoGRA(decoder(), rank=RANK, update_ratio=RHO, wire="float64")
     before = weights(free)
     backward(free.sketch.model)
     free.step()
@@ -239,7 +248,7 @@ def test_budget_catches_alpha_that_is_reported_but_not_applied(method):
 
     delta = kl_full / 9
     control = KLControl(budget=kl.Budget(delta), method=method)
-    optimizer = LoGRA(model, rank=RANK, update_ratio=RHO, control=control)
+    optimizer = LoGRA(model, rank=RANK, update_ratio=RHO, control=control, wire="float64")
     backward(model)
     report = optimizer.step(probe_of(model))
     assert report.alpha == pytest.approx(1 / 3, rel=1e-5)
@@ -268,7 +277,7 @@ def directional(model, change, h=1e-4):
 def test_small_proposals_catch_a_step_that_cannot_grow_or_has_no_cap():
     model = decoder()
     control = KLControl(budget=kl.Budget(1.0), alpha_max=2.5)
-    optimizer = LoGRA(model, rank=RANK, update_ratio=1e-6, control=control)
+    optimizer = LoGRA(model, rank=RANK, update_ratio=1e-6, control=control, wire="float64")
     before = weights(optimizer)
     backward(model)
     report = optimizer.step(probe_of(model))
@@ -487,10 +496,11 @@ def test_state_dict_catches_a_view_of_the_running_moment():
         ("rank", {"rank": 4}),
         ("seed", {"seed": 1}),
         ("layers", {"targets": ["q_proj", "k_proj"]}),
-        ("projection", {"projection": "gaussian"}),
+        ("projection", {"projection": "gaussian", "wire": "float32"}),
         ("sites", {"share_inputs": False}),
         ("refresh", {"refresh": False}),
         ("variant", {"variant": "plain"}),
+        ("wire", {"wire": "float32"}),
     ],
 )
 def test_loading_catches_a_checkpoint_of_another_run(name, settings):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from logra_lab import projection
 from logra_lab.errors import InputError
 from logra_lab.optimizer import LoGRA
 from logra_lab.projection import Projection
@@ -486,7 +487,8 @@ def train_step(model, optimizer, autocast=False):
 
 
 @pytest.mark.parametrize("variant", ["plain", "norm_preserving"])
-def test_memory_catches_any_new_tensor_of_a_weights_size(variant):
+def test_memory_catches_any_new_tensor_of_a_weights_size(variant, monkeypatch):
+    monkeypatch.setattr(projection, "_BLOCK_NUMBERS", 64)  # these matrices are smaller than a block
     model = Mlp()
     optimizer = LoGRA(model, rank=3, variant=variant)
     with Created(model) as created:
@@ -510,7 +512,8 @@ def test_memory_check_catches_a_dense_gradient():
     assert created.found == [("aten.mm.default", (11, 17))]
 
 
-def test_memory_in_autocast_catches_anything_but_casts_of_the_weights():
+def test_memory_in_autocast_catches_anything_but_casts_of_the_weights(monkeypatch):
+    monkeypatch.setattr(projection, "_BLOCK_NUMBERS", 64)
     model = Mlp()
     optimizer = LoGRA(model, rank=3)
     with Created(model) as created:
