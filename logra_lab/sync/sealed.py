@@ -45,9 +45,10 @@ def digest_of(data: bytes) -> str:
 def unpack(data: bytes, *, max_bytes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(meta, tensors) of sealed bytes of at most `max_bytes`.
 
-    Nothing is allocated from a declared size before it is known to fit the bytes at hand; memory
-    stays below twice `max_bytes`. Raises `PayloadError` (what is malformed), `TornFile` (too
-    short), `DigestMismatch`.
+    Nothing is allocated from a declared size before it is known to fit the bytes at hand. Memory:
+    the bytes and their tensors, so twice `max_bytes`, and Python's objects for the header, up to
+    48 bytes for each of its bytes where it is nothing but brackets. Raises `PayloadError` (what is
+    malformed), `TornFile` (too short), `DigestMismatch`.
     """
     if len(data) > max_bytes:
         raise PayloadError(f"{len(data)} bytes: expected at most {max_bytes}; is it another model?")
@@ -121,14 +122,14 @@ def _parse_header(data: bytes | bytearray, size: int) -> dict[str, Any]:
     if 8 + length > size:
         raise TornFile(f"{size} bytes, of which the header alone declares {8 + length}")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
+        header = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_unique)
         spans = [
             (*entry["data_offsets"], entry["dtype"], entry["shape"])
             for name, entry in header.items()
             if name != "__metadata__"
         ]
         for start, stop, dtype, shape in spans:
-            if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
+            if not all(type(n) is int and 0 <= n < 1 << 63 for n in (start, stop, *shape)):
                 raise ValueError("an offset or a dimension is no natural number")
             if (stop - start) * 8 != _BITS[dtype] * math.prod(shape[:8]) or len(shape) > 8:
                 raise ValueError(f"{stop - start} bytes cannot hold {dtype} {shape}")
@@ -139,6 +140,14 @@ def _parse_header(data: bytes | bytearray, size: int) -> dict[str, Any]:
         kind = TornFile if size < 8 + length + end else PayloadError
         raise kind(f"{size} bytes, but the header declares {8 + length + end}")
     return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers disagree on which of two equal keys counts; nobody may see another update than we.
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one JSON object")
+    return found
 
 
 def _digest_place(data: bytes | bytearray) -> slice:
@@ -152,7 +161,7 @@ def _digest_place(data: bytes | bytearray) -> slice:
 
 def _meta(header: dict[str, Any]) -> dict[str, Any]:
     try:
-        meta = json.loads(header["__metadata__"]["logra_lab"])
+        meta = json.loads(header["__metadata__"]["logra_lab"], object_pairs_hook=_unique)
         del meta["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise PayloadError(f"the logra_lab metadata cannot be read: {error!r:.200}") from error

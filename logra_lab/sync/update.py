@@ -103,20 +103,24 @@ class ThinUpdate:
             raise InputError(
                 f"a {kind} projection has no exact sums: use wire='float32' (int8 needs signs)"
             )
+        _check_layers(layers)
         rows = sum(layer.d for layer in layers)
         if U.shape[0] != rows or not 1 <= U.shape[1] <= MAX_RANK:
             raise InputError(f"factor of shape {list(U.shape)}: the layers have {rows} rows")
         values = torch.empty(U.shape, dtype=WIRES[wire], device=U.device)
         exponents = torch.empty(rows, dtype=torch.int8, device=U.device) if wire == "int8" else None
+        largest = torch.finfo(torch.float64 if wire == "int8" else WIRES[wire]).max
         start = 0
         for layer in layers:
             step = max(1, _ROWS // U.shape[1])
             for row in range(0, layer.d, step):
                 span = slice(row, min(row + step, layer.d))
                 place = slice(start + span.start, start + span.stop)
-                u = U[place].double().mul_(1 / math.sqrt(U.shape[1]))
-                if not torch.isfinite(u).all():
-                    raise InputError(f"the factor of layer {layer.name!r} is not finite")
+                u = U[place].to(torch.float64, copy=True).mul_(1 / math.sqrt(U.shape[1]))
+                if not (u.abs() <= largest).all():  # nor is nan
+                    raise InputError(
+                        f"the factor of layer {layer.name!r} is not finite, or too large for {wire}"
+                    )
                 if exponents is None:
                     values[place] = u
                 else:
@@ -266,6 +270,19 @@ def _power_of_two(e: Tensor) -> Float[Tensor, "n"]:
     return (e.to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
 
 
+def _check_layers(layers: Sequence[ThinLayer]) -> None:
+    """A name stands for one layer, and a site for one that comes first among its readers."""
+    seen: dict[str, ThinLayer] = {}
+    for layer in layers:
+        first = layer if layer.site == layer.name else seen.get(layer.site)
+        if layer.name in seen or first is None or first.k != layer.k or first.site != layer.site:
+            raise InputError(
+                f"layer {layer.name!r} with site {layer.site!r}: expected a new name, and as site "
+                "itself or an earlier layer that reads the same input"
+            )
+        seen[layer.name] = layer
+
+
 def _check_slot(update: ThinUpdate, slot: Slot) -> None:
     if slot.layer not in update.places:
         raise ShapeMismatch(f"the update has no layer {slot.layer!r}; is it for another model?")
@@ -300,6 +317,7 @@ def _checked(meta: Any, tensors: dict[str, Tensor]) -> ThinUpdate:
     need(meta["format"] == "thin-update-1", f"format {meta['format']!r:.80} is unknown")
     need(type(meta["run"]) is str and 0 < len(meta["run"]) <= 128, "run is no short text")
     need(natural(meta["base"], _INT64 - 1), "base is no version number")
+    need(natural(meta["version"], _INT64), "version is no version number")
     need(meta["version"] == meta["base"] + 1, "version is not base + 1")
     need(natural(meta["seed"], _INT64, -_INT64), "seed is no integer of 64 bits")
     need(natural(meta["draw"], _INT64), "draw is no natural number")
@@ -307,7 +325,7 @@ def _checked(meta: Any, tensors: dict[str, Tensor]) -> ThinUpdate:
     need(meta["wire"] in list(WIRES) and meta["kind"] in KINDS, "unknown wire type or projection")
     need(meta["wire"] != "int8" or meta["kind"] == "sign", "int8 goes with signs only")
     need(
-        meta["scheme"] == SCHEME_VERSION,
+        type(meta["scheme"]) is int and meta["scheme"] == SCHEME_VERSION,
         f"projection scheme {meta['scheme']!r:.80}, here is {SCHEME_VERSION}: use one version",
     )
     listed = meta["layers"]
@@ -329,7 +347,8 @@ def _checked(meta: Any, tensors: dict[str, Tensor]) -> ThinUpdate:
     need(values.dtype == WIRES[meta["wire"]], f"values are {values.dtype}")
     need(tuple(values.shape) == (rows, meta["rank"]), f"values have shape {list(values.shape)}")
     if exponents is None:
-        need(bool(torch.isfinite(values).all()), "values are not finite")
+        low, high = values.aminmax()  # nan if one is; isfinite would copy them all
+        need(-math.inf < float(low) and float(high) < math.inf, "values are not finite")
     else:
         need(exponents.dtype == torch.int8 and exponents.shape == (rows,), "exponents of rows")
         low, high = exponents.aminmax()
