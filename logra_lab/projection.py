@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -59,15 +60,19 @@ def philox4x32(
     arithmetic; a product's upper half survives the signed wrap-around. The key words are integers
     or tensors that broadcast against the counters. Cost: about 100 elementwise operations.
     """
-    c0, c1, c2, c3 = counter.unbind(0)
-    k0, k1 = key
+    return torch.stack(_philox(counter.unbind(0), key))
+
+
+def _philox(counter: Sequence[Any], key: tuple[Any, Any]) -> list[Tensor]:
+    """The same on four counter words, tensors or integers, that broadcast against each other."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0
         c2 = ((p0 >> 32) & _MASK) ^ c3 ^ k1
         c1, c3 = p1 & _MASK, p0 & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.stack([c0, c1, c2, c3])
+    return [c0, c1, c2, c3]
 
 
 @dataclass(frozen=True)
@@ -190,27 +195,33 @@ class Projection:
 
     def subtract_(
         self,
-        updates: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+        updates: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
         columns: slice | None = None,
     ) -> None:
-        """W ← W − F·(√r A) in place for each (W [d, k], F [d, r], served) that shares this A.
+        """W ← W − F·(√r A) in place for each (W [d, k], F [d, r], scale, served): one A for all.
 
-        F = U/√r. The product of a block is formed first and then subtracted, so that the
-        subtraction rounds once; `served`, if there is one, gets the new W cast to its type.
-        `columns` is the part of A that W holds. Cost: 2·d·k·r FLOPs and one pass over W; A and the
-        product exist one block of 1 MiB at a time.
+        F = U/√r, either in floats (scale None) or as int8 integers with a power of two a row,
+        scale [d], for float32 W. The product of a block is formed first and then subtracted, so
+        that only the subtraction rounds; `served`, if there is one, gets the new W cast to its
+        type. `columns` is the part of A that W holds. Cost: 2·d·k·r operations (integer ones for
+        int8) and one pass over W; A and the product exist one block of 1 MiB at a time.
         """
         factor = updates[0][1]
-        buffer = factor.new_empty(_BLOCK_NUMBERS)
+        integer = factor.dtype == torch.int8
+        buffer = factor.new_empty(_BLOCK_NUMBERS, dtype=torch.int32 if integer else factor.dtype)
         for cut, block in self.blocks(factor.dtype, factor.device, columns=columns):
             step = max(1, _BLOCK_NUMBERS // block.shape[1])
-            for weight, F, served in updates:
+            for weight, F, scale, served in updates:
                 for start in range(0, F.shape[0], step):
                     rows = slice(start, min(start + step, F.shape[0]))
                     size = (rows.stop - rows.start) * block.shape[1]
                     product = buffer[:size].view(-1, block.shape[1])
-                    torch.mm(F[rows], block, out=product)
-                    part = weight[rows, cut].sub_(product)
+                    part = weight[rows, cut]
+                    if scale is None:
+                        part.sub_(torch.mm(F[rows], block, out=product))
+                    else:  # the integer times a power of two is exact: fused or not is the same
+                        torch._int_mm(F[rows], block, out=product)
+                        part.addcmul_(product, scale[rows, None], value=-1)
                     if served is not None:
                         served[rows, cut].copy_(part)
 
@@ -233,10 +244,10 @@ def rounding_words(
 
     Entry (row, c) is output word c % 4 at counter (row, c // 4, 1, 1) under the key of `text`.
     """
-    row = torch.arange(rows.start, rows.stop, device=device)[:, None].expand(-1, -(-rank // 4))
-    quad = torch.arange(row.shape[1], device=device).expand_as(row)
-    words = philox4x32(torch.stack([row, quad, *_stream(DOMAIN_ROUNDING, row)]), key_of(text))
-    return words.permute(1, 2, 0).flatten(1)[:, :rank]
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    quad = torch.arange(-(-rank // 4), device=device)
+    words = _philox((row, quad, DOMAIN_ROUNDING, SCHEME_VERSION), key_of(text))
+    return torch.stack(words, dim=-1).flatten(1)[:, :rank]
 
 
 def _stream(domain: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ def test_project_gram_and_subtract_catch_a_missing_or_doubled_scale(kind):
     expected = [W - U @ A, 2 * W - U[:2].sum(0) @ A]
     weights = [W, 2 * W]
     F = U / r**0.5  # folded, so that the signs are applied as ±1
-    both = [(weights[0], F, None), (weights[1], F[:2].sum(0).expand(d, r), None)]
+    both = [(weights[0], F, None, None), (weights[1], F[:2].sum(0).expand(d, r), None, None)]
     p.subtract_(both)  # one A, two readers
     for weight, value in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight, value, rtol=1e-13, atol=1e-14)

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -163,6 +163,16 @@ class ThinUpdate:
             values.mul_(_power_of_two(self.exponents[span])[:, None])
         return values
 
+    def _part(
+        self, name: str, rows: slice, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        """Factor and row scale of some rows, as `Projection.subtract_` takes them."""
+        if dtype != torch.int8 or self.exponents is None:
+            return self.factor(name, rows, dtype).to(device), None
+        start = self.places[name][0]
+        span = slice(start + rows.start, start + rows.stop)
+        return self.values[span].to(device), _power_of_two(self.exponents[span]).to(device)
+
     def projection(self, layer: ThinLayer) -> Projection:
         return Projection(layer.site, layer.k, self.rank, self.seed, self.draw, self.kind)
 
@@ -230,21 +240,35 @@ def apply(update: ThinUpdate, slots: Sequence[Slot]) -> None:
     slots' shapes, blocks and order.
     """
     check(update, slots)
-    groups: dict[tuple[str, int, int, torch.dtype], list[Slot]] = defaultdict(list)
+    groups: dict[tuple[str, int, int, torch.dtype, torch.device], list[Slot]] = defaultdict(list)
     for slot in slots:
-        layer = update.places[slot.layer][1]
-        exact = torch.float64 if slot.weight.dtype == torch.float64 else torch.float32
-        groups[layer.site, slot.columns.start, slot.columns.stop, exact].append(slot)
-    for (_, start, stop, dtype), group in groups.items():
+        site = update.places[slot.layer][1].site
+        kind = _arithmetic(update, slot.weight)
+        span = (slot.columns.start, slot.columns.stop)
+        groups[site, *span, kind, slot.weight.device].append(slot)
+    for (_, start, stop, dtype, device), group in groups.items():
         projection = update.projection(update.places[group[0].layer][1])
-        factors = [
-            update.factor(x.layer, x.rows, dtype).to(x.weight.device, non_blocking=True)
-            for x in group
-        ]
+        parts = [update._part(x.layer, x.rows, dtype, device) for x in group]
         projection.subtract_(
-            [(x.weight, F, x.served) for x, F in zip(group, factors, strict=True)],
+            [(x.weight, *part, x.served) for x, part in zip(group, parts, strict=True)],
             slice(start, stop),
         )
+
+
+def _arithmetic(update: ThinUpdate, weight: Tensor) -> torch.dtype:
+    """The type in which the product is summed: int8 stands for integer sums. All are exact for the
+    int8 wire; where a CPU multiplies integers, that is the quickest."""
+    if weight.dtype == torch.float64:
+        return torch.float64
+    integer = update.wire == "int8" and weight.dtype == torch.float32
+    return torch.int8 if integer and weight.device.type == "cpu" and _vnni() else torch.float32
+
+
+@cache
+def _vnni() -> bool:
+    """Whether this CPU has dot products of int8 (elsewhere torch's integer product is slow)."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 def payload_bytes(shapes: Iterable[tuple[int, int]], rank: int, wire: str = "int8") -> int:
