@@ -41,6 +41,7 @@ class TrainConfig(BaseModel):
     share_inputs: bool = True
     refresh: bool = True
     beta2: float = Field(0.95, ge=0, lt=1)
+    wire: Literal["int8", "float32", "bfloat16"] = "int8"  # type in which U is applied and sent
     learning_rate: float = Field(5e-5, gt=0)  # of the baselines; LoGRA's size is update_ratio
 
     # KL control: no kl_start is no control; kl_end anneals over kl_horizon (default: steps).
@@ -53,6 +54,13 @@ class TrainConfig(BaseModel):
     probe_tokens: int = Field(4096, ge=1)  # of each probe response, at most
     measure_kl: bool = True
     subtract_mismatch: bool = False
+
+    # Who generates: the trainer's own model, or an engine that thin updates keep in step.
+    engine: Literal["shared", "hf", "vllm"] = "shared"
+    serving_dtype: Literal["float32", "bfloat16"] = "float32"
+    receiver: Literal["exact", "plain"] = "exact"
+    max_prompt_tokens: int = Field(512, ge=1)  # vLLM reserves room for the longest request
+    journal_every: int = Field(0, ge=0)  # updates between bases of the journal; 0: no journal
 
     # How it is computed.
     microbatch_tokens: int = Field(2048, ge=1)  # padded, of one forward and backward
@@ -86,6 +94,15 @@ class TrainConfig(BaseModel):
             raise ValueError("kl_start is a budget and needs a probe: kl_method must not be 'off'")
         if self.kl_start is not None and self.method != "logra":
             raise ValueError(f"method {self.method!r} has no KL control: leave kl_start out")
+        if self.method != "logra" and (self.engine != "shared" or self.journal_every):
+            raise ValueError(
+                f"method {self.method!r} makes no thin updates: engine must be 'shared' and "
+                "journal_every 0"
+            )
+        if self.wire == "int8" and self.projection != "sign" and self.method == "logra":
+            raise ValueError(
+                f"projection {self.projection!r} has no exact sums: set wire to 'float32'"
+            )
         return self
 
 

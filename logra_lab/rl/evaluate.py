@@ -18,7 +18,7 @@ from logra_lab.errors import InputError, LograError
 
 if TYPE_CHECKING:
     from logra_lab.rl.policies import Policy
-    from logra_lab.rl.rollout import HFEngine
+    from logra_lab.rl.rollout import Generates
     from logra_lab.rl.scoring import ScoringPool
     from logra_lab.rl.tasks import Task
 
@@ -122,7 +122,7 @@ class EvalResult:
 
 
 def evaluate(
-    engine: "HFEngine",
+    engine: "Generates",
     policy: "Policy",
     task: "Task",
     scorer: "ScoringPool",

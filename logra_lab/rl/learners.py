@@ -22,8 +22,11 @@ from logra_lab.sketch import find_targets
 
 
 class Learner(Protocol):
-    """What the loop needs of a method."""
+    """What the loop needs of a method. `run` and `targets` go with thin updates only."""
 
+    run: str
+
+    def targets(self) -> dict[str, Tensor]: ...
     def step(self, probe: Sequence[kl.Forward] | None, *, gap: float | None) -> StepReport: ...
     def discard(self) -> None: ...
     def weights(self) -> dict[str, Tensor]: ...
@@ -32,7 +35,11 @@ class Learner(Protocol):
 
 
 class LoGRALearner(LoGRA):
-    """`LoGRA` with the loop's extra two methods."""
+    """`LoGRA` with the loop's extra methods."""
+
+    def targets(self) -> dict[str, Tensor]:
+        """The trained matrices by the layer names of updates."""
+        return {slot.layer: slot.weight for slot in self.slots()}
 
     def discard(self) -> None:
         self.sketch.zero_()
@@ -46,6 +53,11 @@ class LoGRALearner(LoGRA):
 
 class AdamLearner:
     """`torch.optim.AdamW` (fused, no weight decay) on given parameters; everything else frozen."""
+
+    run = ""  # it makes no thin updates
+
+    def targets(self) -> dict[str, Tensor]:
+        return {}
 
     def __init__(
         self, model: nn.Module, parameters: dict[str, nn.Parameter], config: TrainConfig
@@ -112,6 +124,7 @@ def make_learner(policy: Policy, config: TrainConfig) -> Learner:
             beta2=config.beta2,
             variant=config.variant,
             control=_control(config),
+            wire=config.wire,
         )
     linears = find_targets(policy.model, config.targets)
     if config.method == "adam":

@@ -77,6 +77,7 @@ def train(
             ScoringPool(train_task.verifier, config.score_workers, config.score_timeout)
         )
         run = Run(config, policy or load_policy(config.policy), train_task, held_out, scorer)
+        stack.callback(run.publisher.close)
         if saved is not None:
             run.load_state_dict(saved)
             if run.step > config.steps:
@@ -93,6 +94,7 @@ def train(
                 resume_step=run.step if resume else None,
             )
         )
+        run.publisher.open_journal(run_dir, run.learner.run, run.version)
         stop = stack.enter_context(StopRequest())
         results = list(_steps(run, record, stop, run_dir, on_step))
         return run, results

@@ -12,7 +12,7 @@ equal to an end-of-sequence id, or sampled in the middle of a response, is harml
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -41,6 +41,12 @@ class Rollout:
     logprobs: list[Float[Tensor, " length"]]
     finish: list[str]
     texts: list[str]
+
+
+class Generates(Protocol):
+    """What an evaluation needs of an engine."""
+
+    def generate(self, prompt_ids: list[list[int]], keys: list[str]) -> Rollout: ...
 
 
 @contextmanager

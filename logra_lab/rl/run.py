@@ -1,8 +1,8 @@
 """One training step on one page: `Run.one_step`.
 
-generate → score → advantage → forward and backward → update → record. Everything random is a
-function of (seed, step, problem, sample), so a resumed run continues bit for bit, and a skipped
-step leaves weights, moments, baseline, version, draw and t as they were.
+generate → score → advantage → forward and backward → update → synchronise → record. Everything
+random is a function of (seed, step, problem, sample), so a resumed run continues bit for bit, and
+a skipped step leaves weights, moments, baseline, version, draw and t as they were.
 """
 
 import math
@@ -20,14 +20,16 @@ from logra_lab.errors import InputError
 from logra_lab.optimizer import frobenius
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
+from logra_lab.rl.engines import make_engine
 from logra_lab.rl.environment import peak_memory_mib
 from logra_lab.rl.evaluate import EvalResult, evaluate
 from logra_lab.rl.learners import make_learner
 from logra_lab.rl.outcomes import Problem, Score
 from logra_lab.rl.policies import Policy
 from logra_lab.rl.prefix import can_share
+from logra_lab.rl.publish import Publisher
 from logra_lab.rl.recompute import recomputed_layers
-from logra_lab.rl.rollout import HFEngine, Rollout
+from logra_lab.rl.rollout import Rollout
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task
 
@@ -54,11 +56,9 @@ class Run:
         self.config, self.policy, self.scorer = config, policy, scorer
         self.train, self.held_out = train, held_out
         self.learner = make_learner(policy, config)  # may wrap policy.model (LoRA)
-        self.engine = HFEngine(
-            policy,
-            temperature=config.temperature,
-            max_new_tokens=config.max_new_tokens,
-            batch_size=config.generate_batch,
+        self.engine = make_engine(policy, config)
+        self.publisher = Publisher(
+            self.engine, self.learner.targets, journal_every=config.journal_every
         )
         self.baseline = ppo.RewardBaseline(config.baseline_decay)
         self.step = self.version = 0
@@ -74,6 +74,7 @@ class Run:
         self.step += 1
         problems = draw_batch(self.train, config.seed, self.step, config.prompts_per_step)
         prompts = [self.policy.encode(problem.prompt) for problem in problems]
+        engine_version = self.publisher.ready(self.learner.run, self.version)
         rollout = self.engine.generate(prompts, self.sampling_keys(problems))
         clock.lap("seconds_generate")
         scores = self.scorer.score(rollout.texts, problems, rollout.finish)
@@ -103,6 +104,7 @@ class Run:
             # batches are, every next one would be a first batch again, and none would be learned.
             self.baseline.update(mean)
         record |= clock.seconds | {
+            "engine_version": engine_version,
             "version": self.version,
             "t": self.version,
             "skipped": skipped,
@@ -149,6 +151,10 @@ class Run:
             record |= {k: v for k, v in report.to_dict().items() if k not in ("t", "skipped")}
             names = ("kl_predicted", "kl_realised", "alpha", "clip_share")
             record["updates"].append({name: record[name] for name in names})
+            if report.update is not None:
+                record["warnings"] += self.publisher.publish(report.update)
+                record["sync_bytes"] = report.update.nbytes
+                clock.lap("seconds_sync")
         return skipped
 
     def no_signal(self, samples: list[ppo.Sample]) -> str | None:
@@ -220,6 +226,7 @@ class Run:
         return keys
 
     def evaluate(self) -> EvalResult:
+        self.publisher.ready(self.learner.run, self.version)
         return evaluate(
             self.engine,
             self.policy,
@@ -284,6 +291,7 @@ class Run:
                 f"{state['frozen_norm']:.9g}: load the same policy"
             )
         self.learner.load_state_dict(state["learner"])
+        self.publisher.forget("the run was restored from a checkpoint")
         for name, weight in weights.items():
             weight.copy_(state["weights"][name])
         self.step, self.version = state["step"], state["version"]

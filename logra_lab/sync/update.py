@@ -151,6 +151,11 @@ class ThinUpdate:
             start += layer.d
         return found
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers; the header adds up to 256 a layer."""
+        return self.values.nbytes + (0 if self.exponents is None else self.exponents.nbytes)
+
     def factor(
         self, name: str, rows: slice | None = None, dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "rows r"]:
