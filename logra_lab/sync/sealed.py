@@ -122,7 +122,7 @@ def _parse_header(data: bytes | bytearray, size: int) -> dict[str, Any]:
     if 8 + length > size:
         raise TornFile(f"{size} bytes, of which the header alone declares {8 + length}")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_unique)
+        header = json.loads(str(data[8 : 8 + length], "utf-8"), object_pairs_hook=_unique)
         spans = [
             (*entry["data_offsets"], entry["dtype"], entry["shape"])
             for name, entry in header.items()
