@@ -13,7 +13,6 @@ and leaves the answers of the others in their queues, so that the next call read
 `ThinWorker.logra_report` tells the outcome.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,14 +29,21 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from logra_lab.errors import InputError, LograError
-from logra_lab.sync import errors, sealed
-from logra_lab.sync.errors import NeedsFullSync, PayloadError, SyncError, UnsupportedRolloutBackend
-from logra_lab.sync.mapping import TARGETS, Geometry, Shard, shards, target_paths
-from logra_lab.sync.receiver import Place, Receiver
+from logra_lab.sync import sealed
+from logra_lab.sync.errors import (
+    NeedsFullSync,
+    PayloadError,
+    SyncError,
+    UnsupportedRolloutBackend,
+    VersionGap,
+    WrongRun,
+)
+from logra_lab.sync.mapping import TARGETS
+from logra_lab.sync.receiver import Receiver
 from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.vllm_places import find_places
 from logra_lab.sync.vllm_plugin import require_support
-
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+from logra_lab.sync.wording import worded
 
 
 @dataclass
@@ -80,15 +86,7 @@ class ThinTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Find and test every target. Raises `UnsupportedRolloutBackend` (the weight is not what
         the GEMM reads, or is not there) and `InputError` (mode, targets, tensor-parallel size)."""
         try:
-            self._refuse_config()
-            parts = self._shards(init_info.targets)
-            weights = {part.parameter: self._weight(part) for part in parts}
-            for parameter in weights:
-                self._check_reads(parameter)
-            places = [
-                Place(s.layer, s.d, s.k, s.rows, s.columns, weights[s.parameter][s.place])
-                for s in parts
-            ]
+            weights, places = find_places(self.model, self.vllm_config, init_info.targets)
             self.receiver = Receiver(places, mode=init_info.mode)
         except LograError as error:
             raise type(error)(worded(error)) from error
@@ -118,7 +116,7 @@ class ThinTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         base, run, version = update_info.base, update_info.run, update_info.version
         if base is None or not run or version is None:
             raise PayloadError("expected 'update', or 'base' with its 'run' and 'version'")
-        weights = self._base(Path(base))
+        weights = self._base(Path(base), run, version)
         receiver.check_load(weights)
 
         def load() -> bool:
@@ -168,69 +166,6 @@ class ThinTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise NeedsFullSync("call init_weight_transfer_engine first")
         return self.receiver
 
-    def _refuse_config(self) -> None:
-        """Only whole, unquantised models without adapters, of the known architectures."""
-        names = list(self.model_config.architectures)
-        config = self.vllm_config
-        if not set(names) & set(ARCHITECTURES):
-            raise UnsupportedRolloutBackend(
-                f"architecture {names} is not mapped; expected one of {ARCHITECTURES}"
-            )
-        for what, wrong in (
-            ("quantisation", self.model_config.quantization is not None),
-            ("LoRA adapters", config.lora_config is not None),
-            ("pipeline parallelism", self.parallel_config.pipeline_parallel_size > 1),
-            ("weight offloading", config.offload_config.uva.cpu_offload_gb > 0),
-        ):
-            if wrong:
-                raise UnsupportedRolloutBackend(f"thin updates do not go with {what}: turn it off")
-
-    def _shards(self, targets: list[str]) -> list[Shard]:
-        config = self.model_config.hf_text_config
-        heads = config.num_attention_heads
-        geometry = Geometry(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
-        paths = target_paths(config.num_hidden_layers, targets)
-        group = get_tp_group()
-        return shards(paths, geometry, rank=group.rank_in_group, size=group.world_size)
-
-    def _weight(self, part: Shard) -> torch.Tensor:
-        """The parameter that holds a shard, in the expected shape."""
-        parameters = dict(self.model.named_parameters())
-        weight = parameters.get(part.parameter)
-        shape = None if weight is None else tuple(weight.shape)
-        if weight is None or shape != part.shape or not weight.is_floating_point():
-            kind = None if weight is None else weight.dtype
-            raise UnsupportedRolloutBackend(
-                f"{part.parameter}: expected a float tensor of shape {list(part.shape)}, got "
-                f"{shape and list(shape)} {kind}; the engine packs or converts its weights. Start "
-                "it through logra_lab.rl.vllm_engine.VLLMEngine, or use the Hugging Face engine"
-            )
-        return weight.data
-
-    def _check_reads(self, parameter: str) -> None:
-        """The layer's GEMM reads this very tensor, all of it: of ones, it sums the inputs."""
-        name = parameter.removesuffix(".weight")
-        layer = self.model.get_submodule(name)
-        weight = layer.weight.data
-        x = torch.ones(3, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        kept = weight.clone()
-        try:
-            weight.fill_(1)
-            y = layer.quant_method.apply(layer, x, None)
-        finally:
-            weight.copy_(kept)
-        if y.shape != (3, weight.shape[0]) or not bool(((y / x.shape[1] - 1).abs() < 0.02).all()):
-            raise UnsupportedRolloutBackend(
-                f"{name}: its GEMM does not read {parameter}, so an update would change nothing; "
-                "turn off whatever packs the weights, or use the Hugging Face engine"
-            )
-
     def _check_storages(self, receiver: Receiver) -> None:
         """A reload may have given the model other tensors than those found at the start."""
         parameters = dict(self.model.named_parameters())
@@ -241,13 +176,17 @@ class ThinTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"{name} is no longer the tensor found at the start: build the engine anew"
                 )
 
-    def _base(self, path: Path) -> Mapping[str, Any]:
+    def _base(self, path: Path, run: str, version: int) -> Mapping[str, Any]:
         """Layers of a sealed base; each rank reads only its own rows and columns, at `load`."""
         try:
-            sealed.read_meta(path)
+            meta = sealed.read_meta(path)
             file = self._open.enter_context(safe_open(path, "pt"))
         except OSError as error:
             raise InputError(f"base {path} cannot be read in the engine: {error}") from error
+        if meta.get("run", run) != run:
+            raise WrongRun(f"base {path} is of run {meta['run']!r}, expected {run!r}")
+        if meta.get("version", version) != version:
+            raise VersionGap(f"base {path} is of version {meta['version']}, expected {version}")
         return _Lazy(file)
 
 
@@ -283,22 +222,6 @@ class ThinWorker:
 
     def logra_forget(self, why: str) -> None:
         self.weight_transfer_engine._receiver().forget(why)
-
-
-def worded(error: Exception) -> str:
-    """An error as text that survives process boundaries with its type: see `raise_worded`."""
-    return f"logra_lab[{type(error).__name__}: {error}]"
-
-
-def raise_worded(text: str) -> None:
-    """Raise the error that `worded` wrote somewhere in a text; nothing if there is none."""
-    found = re.search(r"logra_lab\[(\w+): (.*)\]", text, re.DOTALL)
-    if found is None:
-        return
-    known = {"InputError": InputError, **vars(errors)}.get(found[1])
-    if isinstance(known, type) and issubclass(known, LograError):
-        raise known(found[2])
-    raise SyncError(f"in the engine, {found[1]}: {found[2]}")
 
 
 def _all_ranks(good: bool) -> bool:

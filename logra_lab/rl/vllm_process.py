@@ -1,0 +1,113 @@
+"""Starting vLLM without side effects on the process that asks for it.
+
+vLLM is configured by environment variables, which its own processes inherit; in process, it also
+replaces `torch.set_num_threads`, seeds the global generators and opens a process group. What can
+be put back is put back. What cannot, in process and on the CPU: memory of this process is bound to
+the machine's first NUMA node, some stream functions of `torch.cuda` are replaced by ones that do
+nothing, and torch's distributed package is in use until the engine is closed.
+"""
+
+import logging
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+
+from logra_lab.errors import InputError
+
+GUARD = (
+    "; vLLM's processes import the main script first: put its work under "
+    "`if __name__ == '__main__':`"
+)
+_in_process = 0  # engines of this process that share vLLM's process group
+
+
+def refuse_unguarded() -> None:
+    """Raise `InputError` in a process that is being spawned by this very line of a script."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InputError(
+            f"VLLMEngine starts processes, and this is one of them{GUARD}, or use in_process=True"
+        )
+
+
+@contextmanager
+def quiet_start(*, in_process: bool, threads: int, eager: bool, verbose: bool) -> Iterator[None]:
+    """The time in which vLLM is imported and its processes are started.
+
+    Sets what vLLM reads from the environment and restores the environment, the generators of
+    `random`, numpy and torch, and `torch.set_num_threads`. Raises `InputError` in process when
+    `torch.distributed` is in use, since vLLM would take over its process group.
+    """
+    if in_process and not _in_process and torch.distributed.is_initialized():
+        raise InputError(
+            "in_process=True needs torch.distributed for itself, which this process has "
+            "initialised: use in_process=False"
+        )
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Binding by vLLM would give each rank a NUMA node of its own, and leave none to others.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Workers that have let go of everything still linger for all of their grace period.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    }
+    if not verbose:
+        settings |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+        settings |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if eager and not in_process:
+        # The rank of a logprob, which nobody reads, is compiled: seconds, and needs a compiler.
+        settings["TORCH_COMPILE_DISABLE"] = "1"
+    environment, set_threads = dict(os.environ), torch.set_num_threads
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    os.environ.update(settings)
+    try:
+        with _quiet_logger(verbose):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads = set_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def default_threads(ranks: int) -> int:
+    """An equal share of the processors that this process may use, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // ranks)
+
+
+def enter_process() -> None:
+    """Count an engine that lives in this process."""
+    global _in_process
+    _in_process += 1
+
+
+def leave_process() -> None:
+    """Close vLLM's process group with the last engine of this process."""
+    global _in_process
+    _in_process -= 1
+    if not _in_process:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _quiet_logger(verbose: bool) -> Iterator[None]:
+    """Errors only, also where vLLM was imported before the environment could say so."""
+    with ExitStack() as stack:
+        if not verbose:
+            import warnings
+
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            logging.getLogger("vllm").setLevel(logging.ERROR)
+        yield
