@@ -218,7 +218,8 @@ class Projection:
                     product = buffer[:size].view(-1, block.shape[1])
                     part = weight[rows, cut]
                     if scale is None:
-                        part.sub_(torch.mm(F[rows], block, out=product))
+                        # Some kernels sum zeros to −0, and −0 − (−0) is +0: adding 0 makes it one.
+                        part.sub_(torch.mm(F[rows], block, out=product).add_(0.0))
                     else:  # the integer times a power of two is exact: fused or not is the same
                         torch._int_mm(F[rows], block, out=product)
                         part.addcmul_(product, scale[rows, None], value=-1)
