@@ -121,7 +121,7 @@ def test_logra_takes_every_setting_of_the_configuration():
     settings = {
         "rank": 4, "seed": 9, "targets": ("q_proj", "down_proj"), "share_inputs": False,
         "projection": "gaussian", "refresh": False, "update_ratio": 1e-3, "beta2": 0.5,
-        "variant": "norm_preserving",
+        "variant": "norm_preserving", "wire": "float32",
     }  # fmt: skip
     learner, policy = learner_of("logra", **settings, temperature=0.7, kl_method="off")
     direct_model = tiny(sharpness=3.0).eval()

@@ -51,8 +51,10 @@ OF_METHOD = {
 
 
 def state_of(folder: Path) -> dict:
-    """The checkpoint, read as anybody would read it."""
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
+    """The checkpoint, read as anybody would read it, without the run's random id."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    state["learner"].pop("run", None)
+    return state
 
 
 def lines_of(folder: Path) -> list[dict]:
