@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logra_lab.errors import InputError
 from logra_lab.kernels import require
-from logra_lab.projection import DOMAIN_ROUNDING, DOMAIN_SIGNS, SCHEME_VERSION, philox4x32
+from logra_lab.philox import DOMAIN_ROUNDING, DOMAIN_SIGNS, SCHEME_VERSION, philox4x32
 
 _SIGNS = tl.constexpr(DOMAIN_SIGNS)
 _ROUNDING = tl.constexpr(DOMAIN_ROUNDING)
@@ -121,7 +121,7 @@ def launch_rounding(
 ) -> Int64[Tensor, "rows r"]:
     """The 32 random bits of every entry of some rows of a [d, r] factor, as values 0..2³² − 1.
 
-    The same as `logra_lab.projection.rounding_words`, which also says how they are numbered.
+    The same as `logra_lab.philox.rounding_words`, which also says how they are numbered.
     """
     require(_rounding, torch.device(device))
     shape = _shape(rows, slice(0, rank))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from logra_lab import kl
 from logra_lab.errors import InputError, LograError
-from logra_lab.projection import SCHEME_VERSION, canonical_path
+from logra_lab.philox import SCHEME_VERSION
+from logra_lab.projection import canonical_path
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_moment, row_scale
 from logra_lab.sketch import TARGETS, Sketch
 from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply

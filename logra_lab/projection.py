@@ -10,32 +10,25 @@ another machine) rebuilds the entries it needs from a few integers, and gets the
 
 One Philox call gives 128 signs of one column. The signs depend on neither r nor k: a smaller rank
 is a prefix of a larger one, and any slice is cut without drawing the rest.
-Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+The generator is in `philox`.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from logra_lab.errors import InputError
+from logra_lab.philox import DOMAIN_GAUSSIAN, DOMAIN_SIGNS, key_of, philox4x32, stream
 
-SCHEME_VERSION = 1
-# Third counter word: which stream of random numbers a call belongs to.
-DOMAIN_SIGNS, DOMAIN_ROUNDING, DOMAIN_GAUSSIAN, DOMAIN_SAMPLING = 0, 1, 2, 3
 KINDS = ("sign", "gaussian")
 # Wrappers that torch inserts into module paths; a layer keeps its key with and without them.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_MASK = 0xFFFFFFFF
 _BLOCK = 128  # signs per Philox call
 _BLOCK_NUMBERS = 1 << 18  # entries of A that exist at a time: 1 MiB of float32, about an L2 cache
 
@@ -43,36 +36,6 @@ _BLOCK_NUMBERS = 1 << 18  # entries of A that exist at a time: 1 MiB of float32,
 def canonical_path(path: str) -> str:
     """The module path without wrapper parts: ``_orig_mod.layers.0`` → ``layers.0``."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
-def key_of(text: str) -> tuple[int, int]:
-    """Philox key of a text: 8 bytes of BLAKE2b as two little-endian words, low word first."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-
-
-def philox4x32(
-    counter: Int64[Tensor, "4 *n"], key: tuple[int | Tensor, int | Tensor]
-) -> Int64[Tensor, "4 *n"]:
-    """Philox4x32-10: four random 32-bit words for each 128-bit counter.
-
-    Words are unsigned 32-bit values held in int64, since torch's unsigned types lack the
-    arithmetic; a product's upper half survives the signed wrap-around. The key words are integers
-    or tensors that broadcast against the counters. Cost: about 100 elementwise operations.
-    """
-    return torch.stack(_philox(counter.unbind(0), key))
-
-
-def _philox(counter: Sequence[Any], key: tuple[Any, Any]) -> list[Tensor]:
-    """The same on four counter words, tensors or integers, that broadcast against each other."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((p0 >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = p1 & _MASK, p0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return [c0, c1, c2, c3]
 
 
 @dataclass(frozen=True)
@@ -125,7 +88,7 @@ class Projection:
         blocks = -(-self.rank // _BLOCK)
         column = torch.arange(start, stop).expand(blocks, -1)
         block = torch.arange(blocks)[:, None].expand_as(column)
-        out = philox4x32(torch.stack([column, block, *_stream(DOMAIN_SIGNS, column)]), self.key)
+        out = philox4x32(torch.stack([column, block, *stream(DOMAIN_SIGNS, column)]), self.key)
         words = out.transpose(0, 1).reshape(4 * blocks, stop - start)[: -(-self.rank // 32)]
         return ((words ^ 0x80000000) - 0x80000000).to(torch.int32)  # same bits, signed
 
@@ -231,25 +194,8 @@ class Projection:
         blocks = -(-self.rank // 4)
         column = torch.arange(self.k).expand(blocks, -1)
         block = torch.arange(blocks)[:, None].expand_as(column)
-        counter = torch.stack([column, block, *_stream(DOMAIN_GAUSSIAN, column)])
+        counter = torch.stack([column, block, *stream(DOMAIN_GAUSSIAN, column)])
         u = (philox4x32(counter, self.key).double() + 0.5) / 2**32  # in (0, 1): log is finite
         radius, angle = (-2 * u[0::2].log()).sqrt(), 2 * math.pi * u[1::2]
         pairs = torch.stack([radius * angle.cos(), radius * angle.sin()])  # [2, 2, blocks, k]
         return pairs.permute(2, 1, 0, 3).reshape(4 * blocks, self.k)[: self.rank]
-
-
-def rounding_words(
-    text: str, rows: slice, rank: int, device: torch.device | str = "cpu"
-) -> Int64[Tensor, "rows r"]:
-    """32 random bits for each entry of some rows of a [d, r] factor: stochastic rounding.
-
-    Entry (row, c) is output word c % 4 at counter (row, c // 4, 1, 1) under the key of `text`.
-    """
-    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    quad = torch.arange(-(-rank // 4), device=device)
-    words = _philox((row, quad, DOMAIN_ROUNDING, SCHEME_VERSION), key_of(text))
-    return torch.stack(words, dim=-1).flatten(1)[:, :rank]
-
-
-def _stream(domain: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.full_like(like, domain), torch.full_like(like, SCHEME_VERSION)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from logra_lab.errors import InputError
-from logra_lab.projection import Projection, canonical_path, key_of, philox4x32
+from logra_lab.philox import key_of, philox4x32
+from logra_lab.projection import Projection, canonical_path
 
 HERE = Path(__file__).parent
 reference = runpy.run_path(str(HERE / "reference.py"))

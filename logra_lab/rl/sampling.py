@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from logra_lab.errors import LograError
-from logra_lab.projection import DOMAIN_SAMPLING, SCHEME_VERSION, key_of, philox4x32
+from logra_lab.philox import DOMAIN_SAMPLING, SCHEME_VERSION, key_of, philox4x32
 from logra_lab.rl.policies import Policy
 
 

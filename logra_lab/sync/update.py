@@ -20,13 +20,8 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from logra_lab.errors import InputError
-from logra_lab.projection import (
-    KINDS,
-    SCHEME_VERSION,
-    Projection,
-    canonical_path,
-    rounding_words,
-)
+from logra_lab.philox import SCHEME_VERSION, rounding_words
+from logra_lab.projection import KINDS, Projection, canonical_path
 from logra_lab.sync import sealed
 from logra_lab.sync.errors import PayloadError, ShapeMismatch
 

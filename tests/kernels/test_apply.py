@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logra_lab.errors import InputError
-from logra_lab.projection import key_of
+from logra_lab.philox import key_of
 from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate
 from logra_lab.sync.update import apply as torch_apply
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from logra_lab.errors import InputError
-from logra_lab.projection import Projection, key_of, rounding_words
+from logra_lab.philox import key_of, rounding_words
+from logra_lab.projection import Projection
 
 signs = pytest.importorskip("logra_lab.kernels.signs", reason="needs the triton package")
 HERE = Path(__file__).parent
