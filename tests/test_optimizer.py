@@ -362,6 +362,49 @@ def test_unmeasured_steps_catch_extra_forwards():
     assert len(calls) == 1
 
 
+class Wide(nn.Module):
+    """Two wide linears before a softmax, for a rank at which int8 rounding is coarse."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj = nn.Linear(2048, 5, bias=False, dtype=torch.float64)
+        self.x = torch.randn(7, 2048, dtype=torch.float64) / 45
+
+    def forward(self):
+        return self.q_proj(self.x)
+
+
+def test_coarse_rounding_catches_a_probe_of_what_is_not_applied():
+    """Rows of one peak and many halves of a unit: rounding them adds 2047/4 to a squared norm of
+    63.6² + 2047/4, 5.5 % of the norm, and so about 11 % to the KL of the step."""
+
+    def step(wire, control=None, rho=1e-3):
+        model = Wide()
+        optimizer = LoGRA(
+            model, rank=2048, targets=["q_proj"], update_ratio=rho, control=control, wire=wire,
+            variant="plain",
+        )  # fmt: skip
+        optimizer.sketch.flat.fill_(0.5)
+        optimizer.sketch.flat[:, 0] = 63.6
+        optimizer.sketch.flat[::2] *= -1  # equal rows would move every logit alike
+        before = weights(optimizer)
+        report = optimizer.step(model if control else None)
+        return report, changes(optimizer, before)
+
+    def kl_of(change):
+        z_dot = Wide().x @ change["q_proj"].T
+        return kl.variance_kl(Wide()(), z_dot).mean().item()
+
+    peak = step("float64")[0].update.values.abs().max().item()
+    rho = 1e-3 * 63.6 * 2.0**-24 / peak  # so that the wire's unit is 2⁻²⁴ and the halves are halves
+    exact, sent = (kl_of(step(wire, rho=rho)[1]) for wire in ("float64", "int8"))
+    assert abs(sent / exact - 1) > 0.05
+    control = KLControl(budget=kl.Budget(sent), method="jvp", measure=False)
+    report, _ = step("int8", control, rho=rho)
+    assert report.kl_predicted_full == pytest.approx(sent, rel=1e-9, abs=0)
+
+
 # --- skipped steps -------------------------------------------------------------------------------
 
 

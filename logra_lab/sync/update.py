@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
+from logra_lab import kernels
 from logra_lab.errors import InputError
 from logra_lab.philox import SCHEME_VERSION, rounding_words
 from logra_lab.projection import KINDS, Projection, canonical_path
@@ -237,11 +238,14 @@ def apply(update: ThinUpdate, slots: Sequence[Slot]) -> None:
 
     Everything is checked before the first write (`ShapeMismatch`). Each A is regenerated once for
     all slots that share it, in blocks; no [d, k] temporary exists. int8: the same bits whatever the
-    slots' shapes, blocks and order.
+    slots' shapes, blocks and order, by the Triton kernel on CUDA and by torch elsewhere.
     """
     check(update, slots)
     groups: dict[tuple[str, int, int, torch.dtype, torch.device], list[Slot]] = defaultdict(list)
     for slot in slots:
+        if _by_kernel(update, slot.weight):
+            _launch(update, slot)
+            continue
         site = update.places[slot.layer][1].site
         kind = _arithmetic(update, slot.weight)
         span = (slot.columns.start, slot.columns.stop)
@@ -253,6 +257,27 @@ def apply(update: ThinUpdate, slots: Sequence[Slot]) -> None:
             [(x.weight, *part, x.served) for x, part in zip(group, parts, strict=True)],
             slice(start, stop),
         )
+
+
+def _by_kernel(update: ThinUpdate, weight: Tensor) -> bool:
+    covered = update.wire == "int8" and weight.dtype != torch.float64
+    return covered and kernels.backend(weight.device) == "triton"
+
+
+def _launch(update: ThinUpdate, slot: Slot) -> None:
+    from logra_lab.kernels import apply as kernel  # needs Triton
+
+    start, layer = update.places[slot.layer]
+    rows = slice(start + slot.rows.start, start + slot.rows.stop)
+    assert update.exponents is not None  # int8
+    kernel.launch(
+        slot.weight,
+        update.values[rows].to(slot.weight.device),
+        update.exponents[rows].to(slot.weight.device),
+        update.projection(layer).key,
+        slot.columns.start,
+        slot.served,
+    )
 
 
 def _arithmetic(update: ThinUpdate, weight: Tensor) -> torch.dtype:
