@@ -100,6 +100,7 @@ def _keep_weights() -> None:
 
     choose = utils.dispatch_cpu_unquantized_gemm
 
+    @functools.wraps(choose)
     def dispatch(layer: Any, remove_weight: bool) -> None:
         config = get_current_vllm_config_or_none()  # set while a worker loads its model
         transfer = None if config is None else config.weight_transfer_config
