@@ -155,7 +155,7 @@ class Receiver:
         if mine != theirs:
             odd = sorted({name for name, _ in mine.items() ^ theirs.items()})
             raise ShapeMismatch(
-                f"update and engine differ in {len(odd)} layers, first {odd[0]!r}: "
+                f"update and engine differ in {len(odd)} layers, first {odd[0]!r:.80}: "
                 f"{theirs.get(odd[0])} and {mine.get(odd[0])}"
             )
         check(update, self.slots)

@@ -62,7 +62,7 @@ def unpack(data: bytes, *, max_bytes: int) -> tuple[dict[str, Any], dict[str, Te
     try:
         tensors = safetensors.torch.load(bytes(data))
     except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise PayloadError(f"not a safetensors payload: {error}") from error
+        raise PayloadError(f"not a safetensors payload: {error!s:.200}") from error
     return _meta(header), tensors
 
 
