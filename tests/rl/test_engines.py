@@ -1,0 +1,240 @@
+"""Engines with weights of their own: kept at the trainer's version, through whatever happens."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from logra_lab.errors import InputError
+from logra_lab.rl.engines import CopyEngine
+from logra_lab.rl.loop import train
+from logra_lab.rl.policies import load_policy
+from logra_lab.rl.publish import Publisher
+from logra_lab.rl.records import read_manifest, read_steps
+from logra_lab.sketch import TARGETS, find_targets
+from logra_lab.sync.errors import NeedsFullSync, ShapeMismatch, VersionGap
+from logra_lab.sync.journal import Journal
+from logra_lab.sync.sealed import write
+
+shared = runpy.run_path(str(Path(__file__).with_name("training.py")))
+alternate, numbers, same = shared["alternate"], shared["numbers"], shared["same"]
+tiny_config, tiny_run = shared["tiny_config"], shared["tiny_run"]
+
+
+def copy_engine(**settings):
+    return CopyEngine(load_policy("small"), max_new_tokens=4, targets=TARGETS, **settings)
+
+
+def targets(policy):
+    return {n: m.weight.data for n, m in find_targets(policy.model, TARGETS).items()}
+
+
+def ask(engine):
+    policy = load_policy("small")
+    return engine.generate([policy.encode("1+2="), policy.encode("3+4=")], ["a", "b"])
+
+
+def differing(engine, weights):
+    return sum(count for count, _ in engine.receiver.difference(weights).values())
+
+
+# --- the copy engine -----------------------------------------------------------------------------
+
+
+def test_a_fresh_copy_refuses_to_generate_although_its_weights_happen_to_be_right():
+    engine = copy_engine()
+    assert engine.version is None
+    with pytest.raises(NeedsFullSync, match="unknown version: it has not had a full sync"):
+        ask(engine)
+    engine.full_sync(targets(load_policy("small")), "r", 3)
+    assert engine.version == 3
+    ask(engine)
+    engine.forget("slept")
+    with pytest.raises(NeedsFullSync, match="slept"):
+        ask(engine)
+
+
+def test_a_copy_catches_weights_shared_with_the_trainer():
+    policy = load_policy("small")
+    engine = CopyEngine(policy, max_new_tokens=4, targets=TARGETS)
+    weights = targets(policy)
+    engine.full_sync(weights, "r", 0)
+    before = {name: w.clone() for name, w in weights.items()}
+    for place in engine.receiver.places:
+        place.served.add_(1)
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+
+
+def test_a_base_file_and_tensors_load_the_same_and_a_wrong_one_loads_nothing(tmp_path):
+    policy = load_policy("small")
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(w.shape, generator=generator) for name, w in targets(policy).items()
+    }
+    write(tmp_path / "base.safetensors", weights, {"run": "r", "version": 5})
+    by_file, by_tensors = copy_engine(dtype=torch.bfloat16), copy_engine(dtype=torch.bfloat16)
+    by_file.full_sync(tmp_path / "base.safetensors", "r", 5)
+    by_tensors.full_sync(weights, "r", 5)
+    assert by_file.receiver.digest() == by_tensors.receiver.digest()
+    assert differing(by_file, weights) == 0
+    del weights["model.layers.0.self_attn.q_proj"]
+    with pytest.raises(ShapeMismatch, match=r"no layer 'model\.layers\.0\.self_attn\.q_proj'"):
+        by_tensors.full_sync(weights, "r", 6)
+    assert (by_tensors.version, by_tensors.receiver.digest()) == (5, by_file.receiver.digest())
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+
+def test_a_float32_copy_gives_the_run_of_the_shared_model_bit_for_bit():
+    """The same samples, the same updates: any bit that the engine missed would show in a token."""
+    runs = [tiny_run(engine=engine) for engine in ("shared", "hf")]
+    lines = [[numbers(run.one_step()) for _ in range(4)] for run in runs]
+    assert [line.pop("engine_version") for line in lines[0]] == [None] * 4
+    assert [line.pop("engine_version") for line in lines[1]] == [0, 1, 2, 3]
+    assert lines[0] == lines[1]
+    assert runs[1].engine.version == runs[1].version == 4
+    assert differing(runs[1].engine, runs[1].learner.targets()) == 0
+
+
+def test_a_bfloat16_copy_serves_the_cast_and_a_plain_one_does_not():
+    found = {}
+    for receiver in ("exact", "plain"):
+        run = tiny_run(engine="hf", serving_dtype="bfloat16", receiver=receiver)
+        for _ in range(3):
+            run.one_step()
+        found[receiver] = differing(run.engine, run.learner.targets())
+    assert found["exact"] == 0 < found["plain"]
+
+
+def test_several_updates_of_a_batch_reach_the_engine_each_with_its_own_version():
+    run = tiny_run(alternate, engine="hf", updates_per_batch=3)
+    assert run.one_step()["engine_version"] == 0
+    assert run.engine.version == run.version == 3
+    assert differing(run.engine, run.learner.targets()) == 0
+
+
+def test_a_skipped_step_sends_nothing():
+    run = tiny_run(lambda *_: shared["WRONG"], engine="hf")
+    line = run.one_step()
+    assert line["skipped"]
+    assert run.engine.version == run.version == 0
+    assert "sync_bytes" not in line
+
+
+def test_an_engine_at_another_version_gets_a_full_sync_before_it_generates():
+    run = tiny_run(alternate, engine="hf")
+    run.one_step()
+    run.engine.receiver.version = 7  # as if another trainer had been here
+    for place in run.engine.receiver.places:
+        place.served.zero_()
+    assert run.one_step()["engine_version"] == 1
+    assert differing(run.engine, run.learner.targets()) == 0
+
+
+def test_bytes_of_the_record_are_those_of_the_update():
+    """Σ d·(r + 1) over the targets of the shipped policy."""
+    run = tiny_run(alternate, engine="hf")
+    rows = sum(w.shape[0] for w in run.learner.targets().values())
+    assert run.one_step()["sync_bytes"] == rows * (run.config.rank + 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "adam", "engine": "hf"}, "makes no thin updates"),
+        ({"method": "lora", "journal_every": 5}, "makes no thin updates"),
+        ({"projection": "gaussian"}, "no exact sums: set wire to 'float32'"),
+        ({"wire": "int4"}, "wire"),
+        ({"engine": "sglang"}, "engine"),
+    ],
+)
+def test_configurations_that_cannot_be_synchronised_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        tiny_config(**settings)
+
+
+# --- the publisher ---------------------------------------------------------------------------
+
+
+def test_a_refused_update_is_a_warning_and_the_next_generation_a_full_sync():
+    run = tiny_run(alternate, engine="hf")
+    run.one_step()
+    sync = run.engine.sync
+
+    def refuse(update):
+        raise VersionGap("by hand")
+
+    run.engine.sync = refuse
+    line = run.one_step()
+    assert "did not take update 2 (by hand): full sync next" in line["warnings"][-1]
+    assert run.engine.version is None
+    run.engine.sync = sync
+    assert run.one_step()["engine_version"] == 2
+    assert differing(run.engine, run.learner.targets()) == 0
+
+
+def test_a_shared_engine_needs_nothing():
+    run = tiny_run(alternate)
+    assert isinstance(run.publisher, Publisher)
+    assert run.publisher.own is None
+    assert run.publisher.ready("r", 5) is None
+
+
+# --- the journal of a run --------------------------------------------------------------------
+
+
+def test_the_journal_reproduces_every_step_and_stays_bounded(tmp_path):
+    seen = {}
+    config = tiny_config(steps=5, journal_every=2, engine="hf")
+
+    def keep(line):
+        if line["version"] != line["step"]:
+            pytest.fail(line["skipped"])
+        journal = Journal.open(tmp_path / "journal")
+        seen[line["step"]] = journal.weights()[1]
+
+    run, _ = train(config, tmp_path, on_step=keep)
+    journal = Journal.open(tmp_path / "journal")
+    assert journal.run == run.learner.run
+    assert journal.versions() == [4, 5]
+    for version in (4, 5):
+        assert same(journal.weights(version)[1], seen[version])
+    assert same(dict(journal.weights()[1]), dict(run.learner.targets()))
+    assert not same(seen[1], seen[2])
+
+
+def test_a_resumed_run_begins_with_a_full_sync_and_cuts_a_journal_that_ran_ahead(tmp_path):
+    """A6: the checkpoint is of step 2, the journal of step 3; the resumed steps take its place."""
+    config = tiny_config(steps=4, journal_every=100, engine="hf", checkpoint_every=2)
+
+    def fail(line):
+        if line["step"] == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, tmp_path, on_step=fail)
+    assert read_manifest(tmp_path)["status"] == "failed"
+    assert Journal.open(tmp_path / "journal").versions() == [0, 1, 2, 3]
+    run, _ = train(config, tmp_path, resume=True)
+    lines = read_steps(tmp_path)
+    assert [line["engine_version"] for line in lines] == [0, 1, 2, 3]
+    journal = Journal.open(tmp_path / "journal")
+    assert journal.versions() == [0, 1, 2, 3, 4]
+    assert same(dict(journal.weights()[1]), dict(run.learner.targets()))
+    whole, _ = train(config, tmp_path / "whole")
+    assert same(dict(whole.learner.targets()), dict(run.learner.targets()))
+
+
+def test_a_journal_without_the_resumed_version_gets_a_new_base(tmp_path):
+    config = tiny_config(steps=2, journal_every=100, checkpoint_every=1)
+    train(config, tmp_path)
+    for path in (tmp_path / "journal").glob("0000000*.thin"):
+        path.unlink()
+    assert Journal.open(tmp_path / "journal").versions() == [0]
+    longer = tiny_config(steps=3, journal_every=100, checkpoint_every=1)
+    run, _ = train(longer, tmp_path, resume=True)
+    journal = Journal.open(tmp_path / "journal")
+    assert journal.versions() == [2, 3]
+    assert same(dict(journal.weights()[1]), dict(run.learner.targets()))
