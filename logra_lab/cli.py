@@ -1,4 +1,4 @@
-"""The `logra-lab` command: `course`, `train`, `bench`.
+"""The `logra-lab` command: `course`, `train`, `sync`, `bench`.
 
 Exit status: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C. Errors are one line that says what
 to do. Whatever a subcommand needs is imported when it runs, so that `--help` is quick.
@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from logra_lab.errors import InputError, LograError
 
@@ -71,12 +72,40 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     train.set_defaults(command=_train)
 
+    _add_sync(commands)
     bench = commands.add_parser("bench", help="measure, and compare with the stated bounds")
     bench.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
     bench.add_argument("--json", metavar="FILE", help="write the figures there; - for stdout")
     bench.add_argument("--quick", action="store_true", help="small sizes, to try the machinery")
     bench.set_defaults(command=_bench)
     return parser
+
+
+def _add_sync(commands: Any) -> None:
+    text = "inspect, verify and replay thin updates and journals"
+    actions = commands.add_parser("sync", help=text).add_subparsers(required=True, metavar="ACTION")
+
+    inspect = actions.add_parser("inspect", help="what a journal, an update or a base holds")
+    inspect.add_argument("path", type=Path, metavar="PATH", help="a journal's folder, or one file")
+    inspect.add_argument("--layers", action="store_true", help="list the layers too")
+    inspect.set_defaults(command=_sync, action="inspect")
+
+    verify = actions.add_parser("verify", help="check every byte of a journal, and that none lacks")
+    verify.add_argument("folder", type=Path, metavar="FOLDER")
+    verify.add_argument(
+        "--policy", metavar="NAME", help="a policy whose layers it has to fit: small, a folder, …"
+    )
+    verify.set_defaults(command=_sync, action="verify")
+
+    replay = actions.add_parser("replay", help="write the weights of one version to a file")
+    replay.add_argument("folder", type=Path, metavar="FOLDER")
+    replay.add_argument("--version", type=int, metavar="N", help="default: the last")
+    replay.add_argument(
+        "--out", type=Path, required=True, metavar="FILE",
+        help="a safetensors file, float32, with the keys of the model's state dict",
+    )  # fmt: skip
+    replay.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    replay.set_defaults(command=_sync, action="replay")
 
 
 def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
@@ -136,6 +165,22 @@ def _train(args: argparse.Namespace) -> int:
         resume=args.resume,
         settings=settings,
     )
+
+
+def _sync(args: argparse.Namespace) -> int:
+    try:
+        from logra_lab.sync import cli
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        raise InputError("logra-lab sync needs rich: pip install 'logra-lab[lab]'") from error
+    actions: dict[str, Callable[[], None]] = {
+        "inspect": lambda: cli.inspect(args.path, layers=args.layers),
+        "verify": lambda: cli.verify(args.folder, policy=args.policy),
+        "replay": lambda: cli.replay(args.folder, args.version, args.out, force=args.force),
+    }
+    actions[args.action]()
+    return 0
 
 
 def _bench(args: argparse.Namespace) -> int:

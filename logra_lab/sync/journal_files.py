@@ -92,7 +92,7 @@ def scan(folder: Path) -> Contents:
 
 
 def verify(path: Path) -> None:
-    """Compare a file's digest. Raises `DigestMismatch`, or `TornFile` when it is only a beginning."""
+    """Compare a file's digest. Raises `DigestMismatch`, or `TornFile` for only a beginning."""
     try:
         sealed.read_meta(path)
     except PayloadError as error:
