@@ -29,8 +29,6 @@ from logra_lab.sync.vllm_client import VLLMClient
 from logra_lab.sync.vllm_plugin import BACKEND, require_entry_point, require_support
 from logra_lab.sync.wording import find_error
 
-_CLOSE_SECONDS = 30.0  # vLLM's own 5 s may cut its processes off before they have cleaned up
-
 
 class VLLMEngine(VLLMClient):
     """Samples responses from a policy with vLLM, in its own processes or in this one.
@@ -45,7 +43,7 @@ class VLLMEngine(VLLMClient):
         receiver: "exact" or "plain", see `logra_lab.sync.receiver`.
         targets: kinds of layers that updates will hold.
         kv_cache_bytes: memory for keys and values. threads: of each rank on the CPU; by default
-            the processors are shared out.
+            all processors but one are shared out. In process, torch's own number counts.
         sampling: vLLM sampling settings, checked to be without effect on the distribution.
         enforce_eager, verbose: vLLM's own; verbose lets it log.
 
@@ -86,6 +84,7 @@ class VLLMEngine(VLLMClient):
                 raise InputError(f"{name} {value}: expected at least 1")
         if in_process and tensor_parallel > 1:
             raise InputError("tensor parallelism needs a process a rank: use in_process=False")
+        self._model = model
         self.temperature, self.eager, self.in_process = temperature, enforce_eager, in_process
         self.max_new_tokens, self.max_prompt_tokens = max_new_tokens, max_prompt_tokens
         threads = threads or vllm_process.default_threads(tensor_parallel)
@@ -107,7 +106,7 @@ class VLLMEngine(VLLMClient):
             self._check_length()
             self.llm = self._start(folder, dtype, tensor_parallel, kv_cache_bytes)
             if in_process:
-                vllm_process.enter_process()
+                vllm_process.hold(self.llm)
             try:
                 super().__init__(self.llm, mode=receiver, targets=targets)
             except BaseException:
@@ -163,16 +162,27 @@ class VLLMEngine(VLLMClient):
         texts = [self.policy.decode(row) for row in ids]
         return Rollout([list(p) for p in prompt_ids], ids, logprobs, finish, texts)
 
+    def reload(self) -> None:
+        """Read the model folder's weights again: the version is unknown until a full sync.
+
+        Raises `InputError` if the engine was made from a policy in memory.
+        """
+        if isinstance(self._model, Policy):
+            raise InputError(
+                "the engine was made from a policy in memory, there is no folder to read again; "
+                "use full_sync"
+            )
+        super().reload()
+
     def close(self) -> None:
-        """End vLLM's processes, or free what it holds in this one; may be called twice."""
+        """End vLLM's processes, or free what it holds in this one; may be called twice.
+
+        In process, memory is freed when the last engine of the process is closed.
+        """
         llm, self.llm = self.llm, None
-        if llm is None:
-            return
-        self._forget_locally("the engine is closed")
-        llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_SECONDS)
-        del llm
-        if self.in_process:
-            vllm_process.leave_process()
+        if llm is not None:
+            self._forget_locally("the engine is closed")
+            vllm_process.shut_down(llm, in_process=self.in_process)
 
     def __enter__(self) -> "VLLMEngine":
         return self

@@ -11,11 +11,14 @@ import logging
 import multiprocessing
 import os
 import random
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging as hf_logging
 
 from logra_lab.errors import InputError
 
@@ -23,7 +26,10 @@ GUARD = (
     "; vLLM's processes import the main script first: put its work under "
     "`if __name__ == '__main__':`"
 )
-_in_process = 0  # engines of this process that share vLLM's process group
+_CLOSE_SECONDS = 30.0  # vLLM's own 5 s may cut its processes off before they have cleaned up
+# Engines of this process, held here since vLLM shuts down what is garbage-collected.
+_living: list[Any] = []
+_closed: list[Any] = []
 
 
 def refuse_unguarded() -> None:
@@ -42,7 +48,7 @@ def quiet_start(*, in_process: bool, threads: int, eager: bool, verbose: bool) -
     `random`, numpy and torch, and `torch.set_num_threads`. Raises `InputError` in process when
     `torch.distributed` is in use, since vLLM would take over its process group.
     """
-    if in_process and not _in_process and torch.distributed.is_initialized():
+    if in_process and not _living and torch.distributed.is_initialized():
         raise InputError(
             "in_process=True needs torch.distributed for itself, which this process has "
             "initialised: use in_process=False"
@@ -78,36 +84,48 @@ def quiet_start(*, in_process: bool, threads: int, eager: bool, verbose: bool) -
         torch.set_rng_state(states[2])
 
 
+def hold(llm: Any) -> None:
+    """Note an engine that lives in this process."""
+    _living.append(llm)
+
+
 def default_threads(ranks: int) -> int:
-    """An equal share of the processors that this process may use, at least one."""
+    """A rank's share of the processors that this process may use, one left out; at least one.
+
+    vLLM's scheduler and the calling process poll: with 2 threads on 2 processors a small policy
+    samples six times slower than with 1.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // ranks)
+    return max(1, ((cores or 1) - 1) // ranks)
 
 
-def enter_process() -> None:
-    """Count an engine that lives in this process."""
-    global _in_process
-    _in_process += 1
+def shut_down(llm: Any, *, in_process: bool) -> None:
+    """End vLLM's processes; in process, at once or with the last engine of this process.
 
-
-def leave_process() -> None:
-    """Close vLLM's process group with the last engine of this process."""
-    global _in_process
-    _in_process -= 1
-    if not _in_process:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
+    vLLM's shutdown in process takes down the process group that all its engines there share.
+    """
+    if not in_process:
+        llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_SECONDS)
+        return
+    _living.remove(llm)
+    _closed.append(llm)
+    while _closed and not _living:
+        _closed.pop().llm_engine.engine_core.shutdown()
 
 
 @contextmanager
 def _quiet_logger(verbose: bool) -> Iterator[None]:
     """Errors only, also where vLLM was imported before the environment could say so."""
-    with ExitStack() as stack:
-        if not verbose:
-            import warnings
-
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            logging.getLogger("vllm").setLevel(logging.ERROR)
+    if verbose:
         yield
+        return
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # of the model that is saved for the engine
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()

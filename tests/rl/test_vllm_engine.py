@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from logra_lab.errors import InputError
+from logra_lab.rl.policies import SMALL_FOLDER, load_policy
 from logra_lab.rl.vllm_engine import VLLMEngine
 from logra_lab.rl.vllm_sampling import RolloutError, read_output, seed_of
 from logra_lab.sync import sealed
@@ -68,6 +69,7 @@ def qwen2():
     seen["refused"] = str(refused.value)
     yield engine, shared.Trainer(policy), seen
     engine.close()
+    assert not torch.distributed.is_initialized()  # the last one gives the process group back
 
 
 @pytest.fixture
@@ -498,6 +500,44 @@ def test_bfloat16_serves_the_cast_of_the_trainer_and_plain_mode_does_not(mode):
         rollout = engine.generate(prompts(), names(4))
         # 8 bits of mantissa through 2 layers, on logits of a few units.
         assert gaps(trainer, rollout).mean() < 0.1
+
+
+def test_an_engine_from_a_folder_knows_its_closing_ids_and_a_reload_forgets_the_version():
+    """trl#5312: what reads the folder again rolls out the base weights over the synced ones."""
+    policy = load_policy("small")
+    trainer = shared.Trainer(policy)
+    with start(SMALL_FOLDER) as engine:
+        assert engine.policy.eos_ids == policy.eos_ids
+        base = served(engine)
+        assert base == shared.cast_digest(trainer.weights, torch.float32)
+        engine.full_sync(trainer.weights, "run", 0)
+        engine.sync(trainer.step(1e-3))
+        rollout = engine.generate([policy.encode("1+2=")], ["a"])
+        assert rollout.texts == [policy.decode(rollout.response_ids[0])]
+        assert gaps(trainer, rollout).max() < 1e-3
+        engine.reload()
+        assert served(engine) == base
+        with pytest.raises(NeedsFullSync, match="folder again"):
+            engine.sync(trainer.step(1e-3))
+        with pytest.raises(NeedsFullSync):
+            engine.generate([policy.encode("1+2=")], ["a"])
+        engine.full_sync(trainer.weights, "run", 2)
+        assert served(engine) == shared.cast_digest(trainer.weights, torch.float32)
+
+
+def test_a_policy_in_memory_has_no_folder_to_read_again(pair):
+    with pytest.raises(InputError, match="full_sync"):
+        pair[0].reload()
+    assert pair[0].version == 0
+
+
+def test_closing_an_engine_leaves_another_of_this_process_at_work(pair):
+    """vLLM's own shutdown would take down the process group that both use."""
+    engine, trainer = pair
+    with start(shared.tiny_policy("Qwen2")) as other:
+        other.full_sync(trainer.weights, "other", 0)
+    assert engine.sync(trainer.step())
+    assert gaps(trainer, engine.generate(prompts(), names(4))).max() < 1e-3
 
 
 def test_a_closed_engine_says_so_and_closes_twice():

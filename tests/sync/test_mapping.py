@@ -5,6 +5,7 @@ import torch
 
 from logra_lab.errors import InputError
 from logra_lab.sync.mapping import TARGETS, Geometry, shard, shards, target_paths
+from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply
 
 # Grouped, single and full KV heads; the third and fourth have heads * head_dim != hidden, as Qwen3
 # may; the last three divide by 6, 5 and 7.
@@ -104,6 +105,33 @@ def test_updating_shards_equals_sharding_the_updated_whole(geometry, size):
             local[part.parameter.split(".")[-2]][part.place] -= product
         expected = fused(whole, geometry, rank, size)
         assert all(torch.equal(local[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("geometry", "size"), CASES)
+def test_apply_on_shards_gives_the_bits_of_apply_on_the_whole(geometry, size):
+    """The real thing, three updates in a row, on views into the fused parameters."""
+    w = {f"model.layers.0.{part}.{n}": weights(geometry)[n]
+         for part, some in [("self_attn", TARGETS[:4]), ("mlp", TARGETS[4:])] for n in some}  # fmt: skip
+    layers = [ThinLayer(name, *t.shape, name) for name, t in w.items()]
+
+    def local(rank):
+        return fused({name.split(".")[-1]: t for name, t in w.items()}, geometry, rank, size)
+
+    ranks = [local(rank) for rank in range(size)]
+    for version in range(3):
+        torch.manual_seed(version)
+        U = torch.randn(sum(x.d for x in layers), 2) * 1e-2
+        update = ThinUpdate.round(U, layers, run="r", base=version, seed=5, draw=version)
+        apply(update, [Slot.whole(name, t) for name, t in w.items()])
+        for rank, held in enumerate(ranks):
+            found = parts(geometry, rank, size).values()
+            apply(update, [
+                Slot(s.layer, held[s.parameter.split(".")[-2]][s.place], s.rows, s.columns)
+                for s in found
+            ])  # fmt: skip
+    for rank, held in enumerate(ranks):
+        expected = local(rank)
+        assert all(torch.equal(held[name], expected[name]) for name in expected)
 
 
 def test_the_ranks_together_hold_every_row_and_column_once():
