@@ -229,6 +229,9 @@ def test_replay_writes_the_keys_of_the_state_dict_whole_and_only_once(capsys, jo
         assert torch.equal(loaded[f"{name}.weight"].view(torch.int32), weight.view(torch.int32))
     with safe_open(out, "pt") as file:
         assert file.metadata() == {"format": "pt"}
+    (out.parent / "other").touch()
+    assert out.stat().st_mode == (out.parent / "other").stat().st_mode  # as the umask has it
+    (out.parent / "other").unlink()
     before = out.stat().st_mtime_ns
     status, _, err = sync(capsys, "replay", journal.folder, "--version", 1, "--out", out)
     assert (status, "give --force" in err) == (2, True)

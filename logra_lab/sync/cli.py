@@ -89,9 +89,12 @@ def replay(folder: Path, version: int | None, out: Path, *, force: bool = False)
     temporary = out.with_name(out.name + ".tmp")
     try:
         tensors = {f"{name}.weight": weight for name, weight in weights.items()}
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask; safetensors makes files for the owner only
         # "format" is what transformers asks of a file of weights.
         safetensors.torch.save_file(tensors, temporary, {"format": "pt"})
         with open(temporary, "rb+") as file:
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, out)
         sync_folder(out.parent)
