@@ -130,8 +130,13 @@ def test_a_stale_prefix_is_dropped_and_without_the_reset_it_shows(pair, monkeypa
     engine, trainer = pair
     engine.generate([LONG], ["fill the cache"])
     engine.sync(trainer.step(0.3))
-    fresh = engine.generate([LONG], ["after"])
-    assert gaps(trainer, fresh).mean() < 1e-3
+    updated = engine.generate([LONG], ["after"])
+    assert gaps(trainer, updated).mean() < 1e-3
+    with start(engine.policy) as fresh:  # loads the moved weights from a folder
+        fresh.full_sync(trainer.weights, trainer.run, 1)
+        loaded = fresh.generate([LONG], ["after"])
+    assert loaded.response_ids == updated.response_ids
+    assert torch.allclose(loaded.logprobs[0], updated.logprobs[0], atol=1e-4)
 
     monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
     engine.sync(trainer.step(0.3))

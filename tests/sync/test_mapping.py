@@ -110,8 +110,8 @@ def test_updating_shards_equals_sharding_the_updated_whole(geometry, size):
 @pytest.mark.parametrize(("geometry", "size"), CASES)
 def test_apply_on_shards_gives_the_bits_of_apply_on_the_whole(geometry, size):
     """The real thing, three updates in a row, on views into the fused parameters."""
-    w = {f"model.layers.0.{part}.{n}": weights(geometry)[n]
-         for part, some in [("self_attn", TARGETS[:4]), ("mlp", TARGETS[4:])] for n in some}  # fmt: skip
+    dense = weights(geometry)
+    w = {path: dense[path.rsplit(".", 1)[1]] for path in target_paths(1)}
     layers = [ThinLayer(name, *t.shape, name) for name, t in w.items()]
 
     def local(rank):
