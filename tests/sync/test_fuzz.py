@@ -9,7 +9,8 @@ import random
 import torch
 
 from logra_lab.bench import fuzz as fuzzing
-from logra_lab.bench.fuzz import BASE, fuzz, mutate, seal, split
+from logra_lab.bench.fuzz import BASE, fuzz
+from logra_lab.bench.mutations import REWRITES, mutate, seal, split
 from logra_lab.sync import sealed, update
 from logra_lab.sync.errors import SyncError
 from logra_lab.sync.receiver import Receiver
@@ -45,7 +46,7 @@ def test_every_mutation_catches_one_that_changes_nothing():
     rng = random.Random(0)
     same = sum(mutate(rng, payloads) in payloads for _ in range(1000))
     assert same < 150  # swaps of equal bytes, cuts of nothing, shuffles into the old order
-    for rewrite in fuzzing._REWRITES:
+    for rewrite in REWRITES:
         rng = random.Random(0)
         header, body = split(payloads[0])
         out = {rewrite(rng, header, body, split(payloads[1])) for _ in range(50)}

@@ -16,7 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from logra_lab.bench.fuzz import MARK, fields_of, header_of, seal, split
+from logra_lab.bench.mutations import MARK, fields_of, header_of, seal, split
 from logra_lab.sync import sealed
 from logra_lab.sync.errors import DigestMismatch, PayloadError, TornFile
 from logra_lab.sync.update import ThinLayer, ThinUpdate
