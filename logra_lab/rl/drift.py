@@ -1,6 +1,6 @@
-"""How far engines part from their trainer: receivers follow real training runs, step by step.
+"""How far engines part from their trainer: receivers follow a real training run, step by step.
 
-A trainer trains and generates with its own weights, so that all who follow it see the same updates.
+The trainer trains and generates with its own weights, so that all receivers see the same updates.
 After a step each is compared with what it should serve, the trainer's float32 weights cast to the
 serving type: weight by weight, and as a policy on fixed sequences.
 """
@@ -32,7 +32,7 @@ from logra_lab.sync.update import ThinUpdate
 
 @dataclass(frozen=True)
 class Follower:
-    """A receiver: the wire type of the run it follows, its mode, the type it serves."""
+    """A receiver: the wire type in which it gets the updates, its mode, the type it serves."""
 
     wire: str = "int8"
     mode: str = "exact"
@@ -54,13 +54,14 @@ def follow(
     on_update: Callable[[ThinUpdate], None] | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Train copies of `policy` for `config.steps`, one for each wire type, since a trainer applies
-    what it sends; compare those who follow it, every so many steps and at the end.
+    """Train a copy of `policy` for `config.steps` and compare those who follow it, every so many
+    steps and at the end. The trainer applies what `config.wire` sends; a follower on another wire
+    gets that factor rounded once more, as where a trainer does not apply what it sends.
 
     Args:
         probes: sequences on which policies are compared: held-out prompts with responses that the
             policy gave before training, at the run's temperature.
-        on_update, on_step: called with each update a trainer applied, and each step's record.
+        on_update, on_step: called with each update the trainer applied, and each step's record.
 
     Returns one row a comparison and follower: `step`, `version`, `follower` (its name), and
         differing: served weights whose bits are not those of the trainer's cast. weights: of all.
@@ -78,16 +79,31 @@ def follow(
             f"drift of method {config.method!r} with engine {config.engine!r}: expected 'logra' "
             "and 'shared', the trainer's own"
         )
-    rows: list[dict[str, Any]] = []
-    for wire in dict.fromkeys(follower.wire for follower in followers):
-        group = [follower for follower in followers if follower.wire == wire]
-        own = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
-        settings = config.model_copy(update={"wire": wire})
-        train, held_out = load_tasks(settings)
-        with ScoringPool(train.verifier, config.score_workers, config.score_timeout) as scorer:
-            run = Run(settings, own, train, held_out, scorer)
-            rows += _Race(run, group, probes, on_update).rows(every, on_step)
-    return rows
+    own = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
+    train, held_out = load_tasks(config)
+    with ScoringPool(train.verifier, config.score_workers, config.score_timeout) as scorer:
+        run = Run(config, own, train, held_out, scorer)
+        return _Race(run, followers, probes, on_update).rows(every, on_step)
+
+
+def rewired(update: ThinUpdate, wire: str) -> ThinUpdate:
+    """The same step in another wire type: the factor that was applied, rounded once more.
+
+    From int8 that changes nothing: integers up to 127 times a power of two are bfloat16 numbers.
+    """
+    if wire == update.wire:
+        return update
+    U = torch.cat([update.factor(x.name, dtype=torch.float64) for x in update.layers])
+    return ThinUpdate.round(
+        U.mul_(math.sqrt(update.rank)),
+        update.layers,
+        run=update.run,
+        base=update.base,
+        seed=update.seed,
+        draw=update.draw,
+        wire=wire,
+        kind=update.kind,
+    )
 
 
 class _Race:
@@ -133,8 +149,9 @@ class _Race:
     def _publish(self, update: ThinUpdate) -> list[str]:
         if self.on_update is not None:
             self.on_update(update)
-        for _, receiver in self.receivers:
-            receiver.apply(update)
+        sent = {wire: rewired(update, wire) for wire in {x.wire for x, _ in self.receivers}}
+        for follower, receiver in self.receivers:
+            receiver.apply(sent[follower.wire])
         return []
 
     def _compare(self, before: Mapping[str, Tensor]) -> list[dict[str, Any]]:
