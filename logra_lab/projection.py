@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from logra_lab import kernels, operators
 from logra_lab.errors import InputError
 from logra_lab.philox import DOMAIN_GAUSSIAN, DOMAIN_SIGNS, key_of, philox4x32, stream
 
@@ -31,6 +32,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 _BLOCK = 128  # signs per Philox call
 _BLOCK_NUMBERS = 1 << 18  # entries of A that exist at a time: 1 MiB of float32, about an L2 cache
+_WIDE_NUMBERS = 1 << 20  # entries of a 16-bit X that are held in float32 at a time
 
 
 def canonical_path(path: str) -> str:
@@ -68,6 +70,11 @@ class Projection:
             )
         if self.kind not in KINDS:
             raise InputError(f"projection {self.kind!r} is unknown; expected one of {KINDS}")
+        operators.ALIVE[self._fields] = self
+
+    @property
+    def _fields(self) -> tuple[str, int, int, int, int, str]:
+        return self.path, self.k, self.rank, self.seed, self.draw, self.kind
 
     @property
     def scale(self) -> float:
@@ -129,7 +136,7 @@ class Projection:
             bits = buffer[..., : cut.stop - cut.start]
             # The wanted bit becomes the sign bit of a float32 whose other bits spell 1.0.
             torch.bitwise_left_shift(words[..., cut], shift, out=bits)
-            bits.bitwise_not_().bitwise_and_(-0x80000000).bitwise_or_(0x3F800000)
+            bits.bitwise_and_(-0x80000000).bitwise_xor_(0xBF800000 - (1 << 32))
             signs = bits.view(torch.float32).reshape(-1, bits.shape[-1])
             yield cut, signs[: self.rank].to(dtype)
 
@@ -139,22 +146,64 @@ class Projection:
         """A itself, for teaching and tests."""
         return self.unit(dtype, device).mul_(self.scale)
 
-    def project(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch r"]:
-        """P = X Aᵀ in the type of X. Cost: 2·n·k·r FLOPs; A exists one block at a time."""
-        rows = x.reshape(-1, self.k)
-        P = rows.new_zeros(rows.shape[0], self.rank)
-        for cut, block in self.blocks(x.dtype, x.device):
-            P = torch.addmm(P, rows[:, cut], block.T)  # in place, forward mode could not follow
-        return P.mul_(self.scale).reshape(*x.shape[:-1], self.rank)
+    def project(
+        self, x: Float[Tensor, "*batch k"], tokens: Float[Tensor, "*batch"] | None = None
+    ) -> Float[Tensor, "*batch r"]:
+        """P = X Aᵀ in the type of X, every token times its factor in `tokens`.
+
+        Summed in float32 (float64 for float64) and rounded once, by the Triton kernel on CUDA and
+        by torch elsewhere. Works in autograd, forward mode, FakeTensorMode and torch.compile.
+        Raises `InputError` for other shapes. Cost: 2·n·k·r FLOPs; A exists one block at a time.
+        """
+        leading = x.shape[:-1]
+        if x.shape[-1] != self.k or (tokens is not None and tokens.shape != leading):
+            raise InputError(
+                f"projection {self.path!r}: expected X [*batch, {self.k}] and a factor for each "
+                f"token, got {list(x.shape)} and {None if tokens is None else list(tokens.shape)}"
+            )
+        operators.keep_tangents()
+        return operators.Project.apply(x, tokens, False, *self._fields)
 
     def gram(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Float[Tensor, "r r"]:
-        """A Aᵀ, so that ‖D A‖² = ⟨D (A Aᵀ), D⟩ costs r×r numbers instead of D A."""
-        gram = torch.zeros(self.rank, self.rank, dtype=dtype, device=device)
-        for _, block in self.blocks(dtype, device):
-            gram.addmm_(block, block.T)
-        return gram.mul_(1 / self.rank)
+        """A Aᵀ, so that ‖D A‖² = ⟨D (A Aᵀ), D⟩ costs r×r numbers instead of D A; for signs
+        integers over r, the same by the Triton kernel (CUDA) and by torch."""
+        return torch.ops.logra_lab.gram(dtype, torch.device(device), *self._fields)
+
+    def squared_norm(self, D: Float[Tensor, "d r"]) -> Float[Tensor, ""]:
+        """‖D A‖² = ⟨D (A Aᵀ), D⟩ in float64, differentiable. Cost: 2·d·r² + 2·k·r² FLOPs."""
+        operators.keep_tangents()
+        return operators.SquaredNorm.apply(D, self.gram(D.dtype, D.device))
+
+    def _by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
+        covered = self.kind == "sign" and dtype != torch.float64
+        return covered and kernels.backend(device) == "triton"
+
+    def _times(self, x: Tensor, tokens: Tensor | None) -> Tensor:
+        """X Aᵀ in the type of X by torch, block after block of A."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rows = x.reshape(-1, self.k)
+        P = rows.new_zeros(rows.shape[0], self.rank, dtype=wide)
+        for cut, block in self.blocks(wide, x.device):
+            step = max(1, rows.shape[0] if x.dtype == wide else _WIDE_NUMBERS // block.shape[1])
+            for some, sums in zip(rows.split(step), P.split(step), strict=True):
+                sums.addmm_(some[:, cut].to(wide), block.T)
+        P.mul_(self.scale)
+        if tokens is not None:
+            P.mul_(tokens.reshape(-1, 1).to(wide))
+        return P.to(x.dtype).reshape(*x.shape[:-1], self.rank)
+
+    def _back(self, p: Tensor, tokens: Tensor | None) -> Tensor:
+        """P A in the type of P: what carries gradients back through `project`."""
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        rows = p.reshape(-1, self.rank).to(wide) * self.scale
+        if tokens is not None:
+            rows.mul_(tokens.reshape(-1, 1).to(wide))
+        out = p.new_empty(rows.shape[0], self.k)
+        for cut, block in self.blocks(wide, p.device):
+            out[:, cut] = rows @ block
+        return out.reshape(*p.shape[:-1], self.k)
 
     def subtract_(
         self,

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from logra_lab import kernels
 from logra_lab.errors import InputError
 from logra_lab.projection import Projection, canonical_path
 
@@ -81,8 +82,13 @@ class _Accumulate(torch.autograd.Function):
     def backward(ctx, H):  # type: ignore[no-untyped-def, override]
         (P,) = ctx.saved_tensors
         S = ctx.S
-        rows = H.reshape(-1, S.shape[0]).to(S.dtype)
-        S.addmm_(rows.T, P.reshape(-1, S.shape[1]).to(S.dtype))
+        if S.dtype == torch.float32 and kernels.backend(S.device) == "triton":
+            from logra_lab.kernels import accumulate as kernel  # needs Triton
+
+            kernel.accumulate(S, H, P)
+        else:
+            rows = H.reshape(-1, S.shape[0]).to(S.dtype)
+            S.addmm_(rows.T, P.reshape(-1, S.shape[1]).to(S.dtype))
         return H, None, None, None
 
     @staticmethod
