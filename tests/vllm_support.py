@@ -13,7 +13,8 @@ import torch
 
 from logra_lab.rl.policies import Policy
 from logra_lab.sync.mapping import target_paths
-from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply
+from logra_lab.sync.update import Slot, ThinUpdate, apply
+from logra_lab.sync.wire import ThinLayer
 
 tiny_llm = runpy.run_path(str(Path(__file__).with_name("reference.py")))["tiny_llm"]
 

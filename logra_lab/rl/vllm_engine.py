@@ -105,9 +105,12 @@ class VLLMEngine(VLLMClient):
                 self.policy = folder_policy(folder)
             self._check_length()
             self.llm = self._start(folder, dtype, tensor_parallel, kv_cache_bytes)
+            self._group = ""
             if in_process:
                 vllm_process.hold(self.llm)
             try:
+                if tensor_parallel > 1:
+                    self._group = self.llm.collective_rpc("logra_group")[0]
                 super().__init__(self.llm, mode=receiver, targets=targets)
             except BaseException:
                 self.close()
@@ -182,7 +185,7 @@ class VLLMEngine(VLLMClient):
         llm, self.llm = self.llm, None
         if llm is not None:
             self._forget_locally("the engine is closed")
-            vllm_process.shut_down(llm, in_process=self.in_process)
+            vllm_process.shut_down(llm, in_process=self.in_process, group=self._group)
 
     def __enter__(self) -> "VLLMEngine":
         return self

@@ -14,6 +14,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,13 +100,17 @@ def default_threads(ranks: int) -> int:
     return max(1, ((cores or 1) - 1) // ranks)
 
 
-def shut_down(llm: Any, *, in_process: bool) -> None:
+def shut_down(llm: Any, *, in_process: bool, group: str) -> None:
     """End vLLM's processes; in process, at once or with the last engine of this process.
 
-    vLLM's shutdown in process takes down the process group that all its engines there share.
+    `group` is the beginning of the names of its shared memory; "" for none. vLLM's shutdown in
+    process takes down the process group that all its engines there share.
     """
     if not in_process:
         llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_SECONDS)
+        # vLLM 0.32 leaves what its CPU ranks shared: 4 MiB a rank and engine.
+        for path in Path("/dev/shm").glob(f"{group}-*-cpushm_*") if group else ():
+            path.unlink(missing_ok=True)
         return
     _living.remove(llm)
     _closed.append(llm)

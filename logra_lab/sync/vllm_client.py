@@ -88,7 +88,7 @@ class VLLMClient:
             self._require_awake()
             self._drained()
             if level >= 2:
-                self._forget("sleep of level 2 gave the weights up")
+                self.forget("sleep of level 2 gave the weights up")
             self._call(self.llm.sleep, level)
             self._asleep = True
 
@@ -102,7 +102,7 @@ class VLLMClient:
         """Read the folder's weights again: the version is unknown until a full sync."""
         with self.lock:
             self._drained()
-            self._forget("its weights were read from the folder again")
+            self.forget("its weights were read from the folder again")
             self._call(self.llm.collective_rpc, "reload_weights")
 
     def _transfer(self, info: dict[str, Any]) -> bool:
@@ -116,7 +116,7 @@ class VLLMClient:
             states = {(report["run"], report["version"]) for report in reports}
             run, version = states.pop()
             if states or version is None:
-                self._forget("ranks disagree" if states else reports[0]["why"])
+                self.forget("ranks disagree" if states else reports[0]["why"])
             elif failures:
                 self.version, self._why = before  # refused: everything is as it was
             if failures:
@@ -160,7 +160,8 @@ class VLLMClient:
                 "let them finish (llm.wait_for_completion()) before weights change"
             )
 
-    def _forget(self, why: str) -> None:
+    def forget(self, why: str) -> None:
+        """The weights are no longer known: nothing is generated until a full sync."""
         self._forget_locally(why)
         self._call(self.llm.collective_rpc, "logra_forget", args=(why,))
         self._call(self.llm.update_weight_version, "unknown")

@@ -13,6 +13,7 @@ and leaves the answers of the others in their queues, so that the next call read
 `ThinWorker.logra_report` tells the outcome.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -219,6 +220,10 @@ class ThinWorker:
     def logra_digest(self) -> str:
         """SHA-256 of the served bytes of this rank's targets, in the order of the mapping."""
         return self.weight_transfer_engine._receiver().digest()
+
+    def logra_group(self) -> str:
+        """What the names of this group's shared memory begin with, on the CPU."""
+        return os.environ.get("VLLM_DIST_IDENT", "")
 
     def logra_forget(self, why: str) -> None:
         self.weight_transfer_engine._receiver().forget(why)

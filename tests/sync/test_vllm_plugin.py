@@ -122,6 +122,7 @@ def test_engines_in_their_own_processes_follow_and_leave_none_behind(ranks, arch
     trainer = shared.Trainer(policy)
     mine = psutil.Process()
     before = {p.pid for p in mine.children(recursive=True)}
+    shared_memory = {p.name for p in Path("/dev/shm").glob("vllm_dist_*")}
     name = str(dtype).removeprefix("torch.")
     with VLLMEngine(policy, tensor_parallel=ranks, dtype=name, threads=1, **SMALL) as engine:
         started = [p for p in mine.children(recursive=True) if p.pid not in before]
@@ -135,6 +136,7 @@ def test_engines_in_their_own_processes_follow_and_leave_none_behind(ranks, arch
     # Python's resource tracker belongs to this process and stays.
     left = [p for p in started if p.is_running() and "resource_tracker" not in str(p.cmdline())]
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert {p.name for p in Path("/dev/shm").glob("vllm_dist_*")} <= shared_memory
 
 
 @needs_vllm
