@@ -20,7 +20,8 @@ from logra_lab.philox import SCHEME_VERSION
 from logra_lab.projection import canonical_path
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_moment, row_scale
 from logra_lab.sketch import TARGETS, Sketch
-from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply
+from logra_lab.sync.update import Slot, ThinUpdate, apply
+from logra_lab.sync.wire import ThinLayer
 
 _SAFE_RANK = int((1.05**2 - 1) * 4 * 63.5**2)  # see `LoGRA._as_sent`
 

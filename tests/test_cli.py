@@ -13,7 +13,8 @@ from safetensors import safe_open
 from logra_lab import cli
 from logra_lab.errors import InputError, LograError
 from logra_lab.sync.journal import Journal
-from logra_lab.sync.update import ThinLayer, ThinUpdate
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import ThinLayer
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

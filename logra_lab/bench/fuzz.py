@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from logra_lab.bench.mutations import mutate, split
 from logra_lab.sync.errors import SyncError
 from logra_lab.sync.receiver import Place, Receiver
-from logra_lab.sync.update import ThinLayer, ThinUpdate
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import ThinLayer
 
 LAYERS = (ThinLayer("q", 6, 8, "q"), ThinLayer("k", 5, 8, "q"), ThinLayer("o", 7, 11, "o"))
 BASE = 3  # the receiver's version

@@ -17,7 +17,8 @@ from logra_lab.errors import InputError
 from logra_lab.sync import journal_files as files
 from logra_lab.sync.errors import PayloadError, ShapeMismatch, SyncError, TornFile
 from logra_lab.sync.journal import Journal
-from logra_lab.sync.update import ThinUpdate, payload_bytes
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import payload_bytes
 
 
 def inspect(path: Path, *, layers: bool = False) -> None:

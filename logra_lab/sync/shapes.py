@@ -11,7 +11,8 @@ import torch
 
 from logra_lab.errors import InputError
 from logra_lab.philox import SCHEME_VERSION
-from logra_lab.sync.update import WIRES, ThinLayer, ThinUpdate
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import WIRES, ThinLayer
 
 
 @dataclass(frozen=True)

@@ -8,44 +8,23 @@ two, so that its value depends on no order, block, shard or device, and the subt
 rounding: all who apply an update to equal weights get equal bits.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float
 from torch import Tensor
 
 from logra_lab import kernels
 from logra_lab.errors import InputError
-from logra_lab.philox import SCHEME_VERSION, rounding_words
-from logra_lab.projection import KINDS, Projection, canonical_path
+from logra_lab.philox import SCHEME_VERSION
+from logra_lab.projection import KINDS, Projection
 from logra_lab.sync import sealed
-from logra_lab.sync.errors import PayloadError, ShapeMismatch
-
-WIRES = {
-    "int8": torch.int8,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,  # for float64 models, in tests and studies
-}
-# 2^e is a normal float32, and 127·r·2^e is finite for every rank below 2^16.
-MIN_EXPONENT, MAX_EXPONENT = -126, 100
-MAX_RANK = 1 << 16
-_ROWS = 1 << 17  # entries that are rounded at a time: their Philox words stay in cache
-
-
-@dataclass(frozen=True)
-class ThinLayer:
-    """A layer of an update: W [d, k] at `name`, with the projection drawn under `site`."""
-
-    name: str
-    d: int
-    k: int
-    site: str
+from logra_lab.sync.errors import ShapeMismatch
+from logra_lab.sync.payload import PLAIN, checked
+from logra_lab.sync.wire import ThinLayer, power_of_two, round_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,36 +72,12 @@ class ThinUpdate:
         `InputError` for a factor that is not finite, too large (2^107), or of another shape.
         Cost: one pass over U; temporaries of a few MiB.
         """
-        if wire not in WIRES or kind not in KINDS:
-            raise InputError(f"wire {wire!r}, kind {kind!r}: expected {list(WIRES)} and {KINDS}")
-        if wire == "int8" and kind != "sign":
+        if kind not in KINDS or (wire == "int8" and kind != "sign"):
             raise InputError(
-                f"a {kind} projection has no exact sums: use wire='float32' (int8 needs signs)"
+                f"projection {kind!r} with wire {wire!r}: expected one of {KINDS}, and signs for "
+                "int8 (others have no exact sums: use wire='float32')"
             )
-        _check_layers(layers)
-        rows = sum(layer.d for layer in layers)
-        if U.shape[0] != rows or not 1 <= U.shape[1] <= MAX_RANK:
-            raise InputError(f"factor of shape {list(U.shape)}: the layers have {rows} rows")
-        values = torch.empty(U.shape, dtype=WIRES[wire], device=U.device)
-        exponents = torch.empty(rows, dtype=torch.int8, device=U.device) if wire == "int8" else None
-        largest = torch.finfo(torch.float64 if wire == "int8" else WIRES[wire]).max
-        start = 0
-        for layer in layers:
-            step = max(1, _ROWS // U.shape[1])
-            for row in range(0, layer.d, step):
-                span = slice(row, min(row + step, layer.d))
-                place = slice(start + span.start, start + span.stop)
-                u = U[place].to(torch.float64, copy=True).mul_(1 / math.sqrt(U.shape[1]))
-                if not (u.abs() <= largest).all():  # nor is nan
-                    raise InputError(
-                        f"the factor of layer {layer.name!r} is not finite, or too large for {wire}"
-                    )
-                if exponents is None:
-                    values[place] = u
-                else:
-                    text = f"{seed}:{base + 1}:{layer.name}"
-                    values[place], exponents[place] = _stochastic(u, text, span)
-            start += layer.d
+        values, exponents = round_factor(U, layers, wire=wire, stream=f"{seed}:{base + 1}")
         return cls(
             run=run,
             base=base,
@@ -161,7 +116,7 @@ class ThinUpdate:
         span = slice(start + first, start + last)
         values = self.values[span].to(dtype)
         if self.exponents is not None:
-            values.mul_(_power_of_two(self.exponents[span])[:, None])
+            values.mul_(power_of_two(self.exponents[span])[:, None])
         return values
 
     def _part(
@@ -172,7 +127,7 @@ class ThinUpdate:
             return self.factor(name, rows, dtype).to(device), None
         start = self.places[name][0]
         span = slice(start + rows.start, start + rows.stop)
-        return self.values[span].to(device), _power_of_two(self.exponents[span]).to(device)
+        return self.values[span].to(device), power_of_two(self.exponents[span]).to(device)
 
     def projection(self, layer: ThinLayer) -> Projection:
         return Projection(layer.site, layer.k, self.rank, self.seed, self.draw, self.kind)
@@ -187,7 +142,7 @@ class ThinUpdate:
         order = {layer.name: i for i, layer in enumerate(self.layers)}
         meta = {
             "format": "thin-update-1",
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in PLAIN},
             "layers": [[x.name, x.d, x.k, order[x.site]] for x in self.layers],
         }
         tensors = {"values": self.values.cpu()}
@@ -200,7 +155,7 @@ class ThinUpdate:
         """Read what `to_bytes` wrote. Raises `PayloadError` for anything else, naming the field,
         and `DigestMismatch`. Cost: one copy of the numbers."""
         meta, tensors = sealed.unpack(data, max_bytes=max_bytes)
-        update = _checked(meta, tensors)
+        update = cls(**checked(meta, tensors))
         update.__dict__["digest"] = sealed.digest_of(data)  # known now: no need to serialise again
         return update
 
@@ -296,42 +251,6 @@ def _vnni() -> bool:
     return any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
-def payload_bytes(shapes: Iterable[tuple[int, int]], rank: int, wire: str = "int8") -> int:
-    """Numbers of an update in bytes, Σ d·(r + 1) for int8; the header adds up to 256 a layer."""
-    size = torch.empty((), dtype=WIRES[wire]).element_size() * rank + (wire == "int8")
-    return size * sum(d for d, _ in shapes)
-
-
-def _stochastic(u: Tensor, text: str, rows: slice) -> tuple[Int8[Tensor, "n r"], Int8[Tensor, "n"]]:
-    """floor(u/2^e + w/2³²) in float64, where u/2^e is exact; e smallest with max|u| ≤ 127·2^e."""
-    mantissa, e = torch.frexp(u.abs().amax(dim=1))  # the peak is mantissa·2^e, mantissa in [½, 1)
-    e = torch.where(mantissa <= 127 / 128, e - 7, e - 6)
-    e = torch.where(mantissa == 0, MIN_EXPONENT, e).clamp_min(MIN_EXPONENT)
-    if int(e.max()) > MAX_EXPONENT:
-        raise InputError(f"a factor of size 2^{int(e.max()) + 7}: the update is far too large")
-    words = rounding_words(text, rows, u.shape[1], u.device)
-    q = u.mul_(_power_of_two(-e)[:, None]).add_(words.double().mul_(2.0**-32)).floor_()
-    return q.to(torch.int8), e.to(torch.int8)
-
-
-def _power_of_two(e: Tensor) -> Float[Tensor, "n"]:
-    """2^e from the exponent bits of float32: torch's own pow and ldexp may be off by one unit."""
-    return (e.to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
-
-
-def _check_layers(layers: Sequence[ThinLayer]) -> None:
-    """A name stands for one layer, and a site for one that comes first among its readers."""
-    seen: dict[str, ThinLayer] = {}
-    for layer in layers:
-        first = layer if layer.site == layer.name else seen.get(layer.site)
-        if layer.name in seen or first is None or first.k != layer.k or first.site != layer.site:
-            raise InputError(
-                f"layer {layer.name!r} with site {layer.site!r}: expected a new name, and as site "
-                "itself or an earlier layer that reads the same input"
-            )
-        seen[layer.name] = layer
-
-
 def _check_slot(update: ThinUpdate, slot: Slot) -> None:
     if slot.layer not in update.places:
         raise ShapeMismatch(f"the update has no layer {slot.layer!r}; is it for another model?")
@@ -346,63 +265,3 @@ def _check_slot(update: ThinUpdate, slot: Slot) -> None:
             f"{' and '.join(map(str, sorted(shapes)))} for rows {slot.rows.start}:"
             f"{slot.rows.stop}, columns {slot.columns.start}:{slot.columns.stop}"
         )
-
-
-_PLAIN = ("run", "base", "version", "seed", "draw", "rank", "wire", "kind", "scheme")
-_INT64 = 1 << 63
-
-
-def _checked(meta: Any, tensors: dict[str, Tensor]) -> ThinUpdate:
-    """An update from untrusted parts, or `PayloadError` naming what is wrong."""
-
-    def need(good: bool, what: str) -> None:
-        if not good:
-            raise PayloadError(f"update refused: {what}")
-
-    def natural(value: Any, top: int, least: int = 0) -> bool:
-        return type(value) is int and least <= value < top
-
-    need(type(meta) is dict and set(meta) == {"format", "layers", *_PLAIN}, "unknown fields")
-    need(meta["format"] == "thin-update-1", f"format {meta['format']!r:.80} is unknown")
-    need(type(meta["run"]) is str and 0 < len(meta["run"]) <= 128, "run is no short text")
-    need(natural(meta["base"], _INT64 - 1), "base is no version number")
-    need(natural(meta["version"], _INT64), "version is no version number")
-    need(meta["version"] == meta["base"] + 1, "version is not base + 1")
-    need(natural(meta["seed"], _INT64, -_INT64), "seed is no integer of 64 bits")
-    need(natural(meta["draw"], _INT64), "draw is no natural number")
-    need(natural(meta["rank"], MAX_RANK + 1, 1), "rank is no number in 1..65536")
-    need(meta["wire"] in list(WIRES) and meta["kind"] in KINDS, "unknown wire type or projection")
-    need(meta["wire"] != "int8" or meta["kind"] == "sign", "int8 goes with signs only")
-    need(
-        type(meta["scheme"]) is int and meta["scheme"] == SCHEME_VERSION,
-        f"projection scheme {meta['scheme']!r:.80}, here is {SCHEME_VERSION}: use one version",
-    )
-    listed = meta["layers"]
-    need(type(listed) is list and len(listed) > 0, "there are no layers")
-    for entry in listed:
-        good = type(entry) is list and len(entry) == 4 and type(entry[0]) is str
-        need(good and entry[0] == canonical_path(entry[0]) != "", f"layer entry {entry!r:.80}")
-        need(all(natural(n, 1 << 32, 1) for n in entry[1:3]), f"shape of {entry[0]!r:.80}")
-        need(entry[2] >= meta["rank"], f"rank exceeds the inputs of {entry[0]!r:.80}")
-        need(natural(entry[3], len(listed)), f"site of {entry[0]!r:.80}")
-    need(len({entry[0] for entry in listed}) == len(listed), "a layer is named twice")
-    for i, (name, _, k, site) in enumerate(listed):
-        first = listed[site]
-        need(first[3] == site <= i and first[2] == k, f"site of {name!r:.80} is another's reader")
-    rows = sum(entry[1] for entry in listed)
-    names = {"values", "exponents"} if meta["wire"] == "int8" else {"values"}
-    need(set(tensors) == names, f"tensors {sorted(tensors)!r:.80}, expected {sorted(names)}")
-    values, exponents = tensors["values"], tensors.get("exponents")
-    need(values.dtype == WIRES[meta["wire"]], f"values are {values.dtype}")
-    need(tuple(values.shape) == (rows, meta["rank"]), f"values have shape {list(values.shape)}")
-    if exponents is None:
-        low, high = values.aminmax()  # nan if one is; isfinite would copy them all
-        need(-math.inf < float(low) and float(high) < math.inf, "values are not finite")
-    else:
-        need(exponents.dtype == torch.int8 and exponents.shape == (rows,), "exponents of rows")
-        low, high = exponents.aminmax()
-        need(MIN_EXPONENT <= int(low) <= int(high) <= MAX_EXPONENT, "exponents outside −126..100")
-        need(int(values.min()) >= -127, "an integer is −128")
-    layers = tuple(ThinLayer(name, d, k, listed[site][0]) for name, d, k, site in listed)
-    plain = {name: meta[name] for name in _PLAIN}
-    return ThinUpdate(**plain, layers=layers, values=values, exponents=exponents)

@@ -8,8 +8,9 @@ import torch
 
 from logra_lab.errors import InputError
 from logra_lab.philox import key_of
-from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate
+from logra_lab.sync.update import Slot, ThinUpdate
 from logra_lab.sync.update import apply as torch_apply
+from logra_lab.sync.wire import ThinLayer
 
 apply = pytest.importorskip("logra_lab.kernels.apply", reason="needs the triton package")
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ from logra_lab.sync.errors import (
     WrongRun,
 )
 from logra_lab.sync.mapping import TARGETS
-from logra_lab.sync.update import ThinLayer
+from logra_lab.sync.wire import ThinLayer
 
 shared = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "vllm_support.py")))
 gaps, prompts, names = shared.gaps, shared.prompts, shared.names

@@ -29,7 +29,8 @@ from logra_lab.sync.errors import (
 )
 from logra_lab.sync.journal import Journal
 from logra_lab.sync.receiver import Place, Receiver
-from logra_lab.sync.update import ThinLayer, ThinUpdate
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import ThinLayer
 
 sign = runpy.run_path(str(Path(__file__).parents[1] / "reference.py"))["sign"]
 
@@ -117,9 +118,13 @@ def test_every_version_is_that_of_a_loop_over_entries_to_the_bit(tmp_path, truth
     journal.verify()
 
 
-def test_weights_are_a_copy_and_the_base_on_disk_stays(tmp_path, truth):
+def test_weights_are_a_copy_and_not_a_view_of_the_mapped_file(tmp_path, truth):
+    """A view would read whatever becomes of the file, or die by SIGBUS where it is cut."""
     journal = fill(tmp_path, 1)
-    for weight in journal.weights(0)[1].values():
+    _, weights = journal.weights(0)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+    for weight in weights.values():
         weight.fill_(7)
     assert same(journal.weights(0)[1], truth[0])
 

@@ -5,7 +5,8 @@ import torch
 
 from logra_lab.errors import InputError
 from logra_lab.sync.mapping import TARGETS, Geometry, shard, shards, target_paths
-from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply
+from logra_lab.sync.update import Slot, ThinUpdate, apply
+from logra_lab.sync.wire import ThinLayer
 
 # Grouped, single and full KV heads; the third and fourth have heads * head_dim != hidden, as Qwen3
 # may; the last three divide by 6, 5 and 7.

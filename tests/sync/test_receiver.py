@@ -26,7 +26,8 @@ from logra_lab.sync.errors import (
     WrongRun,
 )
 from logra_lab.sync.receiver import Place, Receiver
-from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply
+from logra_lab.sync.update import Slot, ThinUpdate, apply
+from logra_lab.sync.wire import ThinLayer
 
 reference = runpy.run_path(str(Path(__file__).parents[1] / "reference.py"))
 LAYERS = (ThinLayer("q", 6, 8, "q"), ThinLayer("k", 5, 8, "q"), ThinLayer("o", 7, 11, "o"))

@@ -19,7 +19,8 @@ import torch
 from logra_lab.bench.mutations import MARK, fields_of, header_of, seal, split
 from logra_lab.sync import sealed
 from logra_lab.sync.errors import DigestMismatch, PayloadError, TornFile
-from logra_lab.sync.update import ThinLayer, ThinUpdate
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import ThinLayer
 
 LAYERS = (ThinLayer("q", 3, 8, "q"), ThinLayer("k", 2, 8, "q"), ThinLayer("o", 4, 11, "o"))
 # d, k of the targets of a block of Qwen2.5-1.5B: hidden 1536, 2 KV heads of 128, inner 8960.

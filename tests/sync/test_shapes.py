@@ -12,7 +12,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from logra_lab.errors import InputError
 from logra_lab.sketch import TARGETS, find_targets
 from logra_lab.sync.shapes import MODELS
-from logra_lab.sync.update import ThinUpdate, payload_bytes
+from logra_lab.sync.update import ThinUpdate
+from logra_lab.sync.wire import payload_bytes
 
 # Sizes as in the models' config.json.
 QWEN = {"tie_word_embeddings": False, "num_hidden_layers": 28}

@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 from logra_lab import projection
 from logra_lab.errors import InputError
 from logra_lab.sync import update as core
+from logra_lab.sync import wire as wires
 from logra_lab.sync.errors import ShapeMismatch
-from logra_lab.sync.update import Slot, ThinLayer, ThinUpdate, apply, payload_bytes
+from logra_lab.sync.update import Slot, ThinUpdate, apply
+from logra_lab.sync.wire import ThinLayer, payload_bytes
 
 philox = runpy.run_path(str(Path(__file__).parents[1] / "reference.py"))["philox"]
 LAYERS = (
@@ -148,7 +150,7 @@ def test_huge_factors_catch_an_exponent_that_wraps(u):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("wire", core.WIRES)
+@pytest.mark.parametrize("wire", wires.WIRES)
 def test_factors_that_are_not_finite_catch_a_wire_that_takes_them(wire, bad):
     U = factor(4)
     U[17, 2] = bad
@@ -163,7 +165,7 @@ def test_factors_beyond_the_wire_catch_a_cast_to_infinity(wire):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("wire", core.WIRES)
+@pytest.mark.parametrize("wire", wires.WIRES)
 def test_rounding_catches_a_factor_scaled_in_place(wire, dtype):
     U = factor(5, dtype=dtype)
     before = U.clone()
@@ -194,7 +196,7 @@ def test_layer_order_catches_rounding_by_row_of_the_update():
 @pytest.mark.parametrize("numbers", [1, 100, 101])
 def test_row_blocks_catch_words_or_exponents_counted_from_the_block(numbers, monkeypatch):
     whole = rounded(factor(33))
-    monkeypatch.setattr(core, "_ROWS", numbers)
+    monkeypatch.setattr(wires, "_ROWS", numbers)
     blocked = rounded(factor(33))
     assert torch.equal(blocked.values, whole.values)
     assert torch.equal(blocked.exponents, whole.exponents)
