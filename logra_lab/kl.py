@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from logra_lab import kernels
 from logra_lab.errors import InputError, LograError
 from logra_lab.sketch import Layer, Sketch
 
@@ -90,6 +91,10 @@ def variance_kl(
     z: Float[Tensor, "n V"], z_dot: Float[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
     """½ Var_p(ż/T) at each position, centred before squaring; p = softmax(z/T)."""
+    if _by_kernel(z, z_dot):
+        from logra_lab.kernels import kl as kernel  # needs Triton
+
+        return kernel.variance(z, z_dot, temperature)
     out = []
     cut = max(1, _NUMBERS // z.shape[-1])
     for rows, tangent in zip(z.split(cut), z_dot.split(cut), strict=True):
@@ -109,14 +114,39 @@ def realised_kl(
     Summed as p_old·(e^x − 1 − x) with x = log p_new − log p_old: the same value, since the first
     two terms add to zero, but no term is negative and rounding enters at second order.
     """
+    if _by_kernel(z_old, z_new):
+        from logra_lab.kernels import kl as kernel  # needs Triton
+
+        return kernel.realised(z_old, z_new, temperature)
     out = []
     cut = max(1, _NUMBERS // z_old.shape[-1])
     for old, new in zip(z_old.split(cut), z_new.split(cut), strict=True):
         log_p = torch.log_softmax(_wide(old) / temperature, dim=-1)
-        x = torch.log_softmax(_wide(new) / temperature, dim=-1) - log_p
-        x = torch.where(log_p > -math.inf, x, 0)  # an id that was masked before
-        out.append((log_p.exp() * (torch.expm1(x) - x)).sum(-1))
+        log_q = torch.log_softmax(_wide(new) / temperature, dim=-1)
+        x = torch.where(log_p > -math.inf, log_q - log_p, math.inf)
+        p = log_p.exp()
+        # p_old e^x is p_new; from x = 40 nothing else shows beside it, and e^x may overflow. That
+        # includes an id that was masked before.
+        term = torch.where(x > 40, log_q.exp(), p * (torch.expm1(x) - x))
+        out.append(term.sum(-1))
     return torch.cat(out)
+
+
+def logprob_entropy(
+    z: Float[Tensor, "n V"], labels: Int64[Tensor, "n"], temperature: float = 1.0
+) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
+    """log p of each label and the entropy of p = softmax(z/T), in nats; differentiable."""
+    if _by_kernel(z):
+        from logra_lab.kernels import kl as kernel  # needs Triton
+
+        return kernel.token(z, labels, temperature)
+    logps, entropies = [], []
+    cut = max(1, _NUMBERS // z.shape[-1])
+    for rows, ids in zip(z.split(cut), labels.split(cut), strict=True):
+        log_p = torch.log_softmax(_wide(rows) / temperature, dim=-1)
+        logps.append(log_p.gather(1, ids[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
 
 
 def step_scale(kl_full: float, budget: float | None, alpha_max: float = 3.0) -> float:
@@ -343,6 +373,11 @@ def _check_rows(z: Tensor) -> None:
             f"a probe's forward returned logits of shape {list(z.shape)}: expected [positions, V], "
             "rows of generated tokens only; pick them, or flatten with logits.flatten(0, 1)"
         )
+
+
+def _by_kernel(*logits: Tensor) -> bool:
+    wide = any(x.dtype == torch.float64 for x in logits)
+    return not wide and kernels.backend(logits[0].device) == "triton"
 
 
 def _wide(x: Tensor) -> Tensor:
