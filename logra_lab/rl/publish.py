@@ -46,10 +46,9 @@ class Publisher:
             self.journal = Journal.create(folder, run, version, self.weights())
             return
         self.journal = Journal.open(folder)
-        if version in self.journal.versions():
-            self.journal.cut(version)
-        else:  # the trainer's checkpoint is ahead of a journal that was lost in part
+        if version not in self.journal.versions():  # lost in part, or its base is newer
             self.journal.rebase(version, self.weights())
+        self.journal.cut(version)
 
     def ready(self, run: str, version: int) -> int | None:
         """Before generating: the engine's version, which is `version`; None for a shared engine."""

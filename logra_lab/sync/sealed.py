@@ -73,8 +73,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) ->
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask; safetensors makes files for the owner only
         safetensors.torch.save_file(dict(tensors), temporary, _metadata(meta))
         with open(temporary, "rb+") as file:
+            os.fchmod(file.fileno(), mode)
             place = _digest_place(_read_header(file))
             seal = _file_digest(file, place).hexdigest()
             file.seek(place.start)

@@ -227,6 +227,28 @@ def test_a_resumed_run_begins_with_a_full_sync_and_cuts_a_journal_that_ran_ahead
     assert same(dict(whole.learner.targets()), dict(run.learner.targets()))
 
 
+def test_a_checkpoint_older_than_the_journals_base_makes_a_base_of_its_own(tmp_path):
+    """Base and update 3 are of steps that the resumed run takes again."""
+    config = tiny_config(steps=4, journal_every=3, checkpoint_every=2)
+
+    def fail(line):
+        if line["step"] == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, tmp_path, on_step=fail)
+    assert Journal.open(tmp_path / "journal").versions() == [3]
+    seen = []
+    run, _ = train(
+        config,
+        tmp_path,
+        resume=True,
+        on_step=lambda _: seen.append(Journal.open(tmp_path / "journal").versions()),
+    )
+    assert seen == [[3], [3, 4]]
+    assert same(dict(Journal.open(tmp_path / "journal").weights()[1]), dict(run.learner.targets()))
+
+
 def test_a_journal_without_the_resumed_version_gets_a_new_base(tmp_path):
     config = tiny_config(steps=2, journal_every=100, checkpoint_every=1)
     train(config, tmp_path)
