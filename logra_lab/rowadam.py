@@ -9,10 +9,15 @@ The moment belongs to an output row, not to a sketch column, so it survives a re
 Source: LoGRA (arXiv:2610.06647); the second variant is the one of its main runs.
 """
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from logra_lab import kernels
 from logra_lab.errors import InputError, LograError
 
 VARIANTS = ("norm_preserving", "plain")
@@ -45,15 +50,11 @@ def row_scale(
     A zero sketch gets finite factors and so a zero direction. Raises `NonFiniteSketch` naming
     `name`, and `InputError` for an unknown variant. Cost: one read of S, no [d, r] temporary.
     """
-    if variant not in VARIANTS:
-        raise InputError(f"RowAdam variant {variant!r} is unknown; expected one of {VARIANTS}")
+    _check(variant)
     row_norm = torch.linalg.vector_norm(S, dim=1).double()
     norm = torch.linalg.vector_norm(row_norm)
     if not torch.isfinite(norm):
-        raise NonFiniteSketch(
-            f"the sketch of {name} is not finite (norm {norm.item()}): weights and state are "
-            "unchanged; look for inf or nan in the loss, or a learning signal that exploded"
-        )
+        raise _not_finite(name, norm.item())
     root = (v.double() / (1 - beta2**t)).sqrt()
     if variant == "plain":
         return (1 / (root + eps)).to(S.dtype)
@@ -63,6 +64,43 @@ def row_scale(
     s = s / s.square().mean().sqrt()
     new_norm = torch.linalg.vector_norm(s * row_norm)
     return (s * (norm / new_norm if new_norm > 0 else 1.0)).to(S.dtype)
+
+
+def row_adam_(
+    S: Float[Tensor, "d r"],
+    v: Float[Tensor, "d"],
+    layers: Mapping[str, int],
+    t: int = 1,
+    *,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    variant: str = "norm_preserving",
+) -> Float[Tensor, "d"]:
+    """One RowAdam step on the sketches of many layers, S ← D in place; returns the new v.
+
+    `layers` maps the name of each to its rows, in the order of S. Raises `NonFiniteSketch` naming
+    the layer, and `InputError`, with S as it was. Cost: three reads of S and one write; on CUDA,
+    float32, the Triton kernel takes two reads and one write, and waits once for all layers.
+    """
+    _check(variant)
+    if sum(layers.values()) != len(S):
+        raise InputError(f"RowAdam: the layers have {sum(layers.values())} rows, S has {len(S)}")
+    settings: dict[str, Any] = {"beta2": beta2, "eps": eps, "variant": variant}
+    if S.dtype == torch.float32 and kernels.backend(S.device) == "triton":
+        from logra_lab.kernels import row_adam as kernel  # needs Triton
+
+        new_v, norms = kernel.row_adam(S, v, list(layers.values()), t, **settings)
+        for name, norm in zip(layers, norms.tolist(), strict=True):
+            if not math.isfinite(norm):
+                raise _not_finite(name, norm)
+        return new_v
+    new_v = row_moment(v, S, beta2)
+    sizes = list(layers.values())
+    parts = zip(layers, new_v.split(sizes), S.split(sizes), strict=True)
+    scales = [row_scale(w, part, t, name=name, **settings) for name, w, part in parts]
+    if scales:
+        S.mul_(torch.cat(scales)[:, None])
+    return new_v
 
 
 def row_adam(
@@ -76,6 +114,18 @@ def row_adam(
     name: str = "layer",
 ) -> tuple[Float[Tensor, "d r"], Float[Tensor, "d"]]:
     """One RowAdam step on one layer: (D, new v), leaving S and v as they were."""
-    v = row_moment(v, S, beta2)
-    s = row_scale(v, S, t, beta2=beta2, eps=eps, variant=variant, name=name)
-    return S * s[:, None], v
+    D = S.clone()
+    new_v = row_adam_(D, v, {name: len(S)}, t, beta2=beta2, eps=eps, variant=variant)
+    return D, new_v
+
+
+def _check(variant: str) -> None:
+    if variant not in VARIANTS:
+        raise InputError(f"RowAdam variant {variant!r} is unknown; expected one of {VARIANTS}")
+
+
+def _not_finite(name: str, norm: float) -> NonFiniteSketch:
+    return NonFiniteSketch(
+        f"the sketch of {name} is not finite (norm {norm}): weights and state are "
+        "unchanged; look for inf or nan in the loss, or a learning signal that exploded"
+    )
