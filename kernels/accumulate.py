@@ -17,7 +17,7 @@ from logra_lab.errors import InputError
 from logra_lab.kernels import require
 from logra_lab.kernels.apply import TYPES, widen
 from logra_lab.kernels.project import in_three, interpreted
-from logra_lab.operators import keep_tangents
+from logra_lab.operators import apply
 
 # Rows and columns of S that a program makes, and the tokens that it multiplies at a time: on tensor
 # cores and, as float32 numbers that wait in registers, without them.
@@ -208,8 +208,7 @@ def accumulate(
     start: int = 0,
 ) -> Float[Tensor, "rows r"]:
     """`launch` for autograd, forward mode, FakeTensorMode and torch.compile; returns S."""
-    keep_tangents()
-    return _Accumulate.apply(S, H, P, start)
+    return apply(_Accumulate, S, H, P, start)
 
 
 def _processors(S: Tensor) -> int:

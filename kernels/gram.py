@@ -100,12 +100,18 @@ def launch(
     require(_gram, torch.device(device))
     sums = torch.zeros(rank, rank, dtype=torch.int32, device=device)
     if columns:
-        tiles = triton.cdiv(rank, BLOCK.value) ** 2
-        with torch.cuda.device_of(sums):
-            _gram[tiles, triton.cdiv(columns, blocks[0] * blocks[1])](
-                sums, pack(key), columns, rank, *blocks, num_warps=8
-            )
+        add(sums, key, columns, blocks)
     return sums.to(dtype).mul_(1 / rank)
+
+
+def add(sums: Tensor, key: tuple[int, int], columns: int, blocks: tuple[int, int]) -> None:
+    """Add the integers r·A Aᵀ to contiguous int32 sums [r, r]; nothing is checked."""
+    rank = sums.shape[0]
+    tiles = triton.cdiv(rank, BLOCK.value) ** 2
+    with torch.cuda.device_of(sums):
+        _gram[tiles, triton.cdiv(columns, blocks[0] * blocks[1])](
+            sums, pack(key), columns, rank, *blocks, num_warps=8
+        )
 
 
 def launch_norm(

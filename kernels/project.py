@@ -127,12 +127,18 @@ def launch(
     """
     _check(x, rank, tokens)
     require(_project, x.device)
-    flat = in_three(x)
-    columns, rows = x.shape[-1], flat.shape[0] * flat.shape[1]
     out = x.new_empty(*x.shape[:-1], rank)
-    if out.numel() == 0:
-        return out
-    blocks = blocks or BLOCKS[x.element_size()]
+    if out.numel():
+        fill(out, x, key, tokens, blocks or BLOCKS[x.element_size()])
+    return out
+
+
+def fill(
+    out: Tensor, x: Tensor, key: tuple[int, int], tokens: Tensor | None, blocks: tuple[int, int]
+) -> None:
+    """Write P into contiguous memory; nothing is checked."""
+    flat, rank = in_three(x), out.shape[-1]
+    rows = flat.shape[0] * flat.shape[1]
     grid = triton.cdiv(rows, blocks[0]) * triton.cdiv(rank, BLOCK.value)
     with torch.cuda.device_of(x):
         _project[grid,](
@@ -142,7 +148,7 @@ def launch(
             pack(key),
             rows,
             flat.shape[1],
-            columns,
+            x.shape[-1],
             rank,
             1 / math.sqrt(rank),
             *flat.stride(),
@@ -150,7 +156,6 @@ def launch(
             *blocks,
             num_warps=8,
         )
-    return out
 
 
 def reference(

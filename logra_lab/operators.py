@@ -18,13 +18,19 @@ from logra_lab import kernels
 ALIVE: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
 
-def keep_tangents() -> None:
-    """Leave the graph that torch.compile is tracing if forward mode is on.
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """function.apply(*args), which torch.compile leaves alone while forward mode is on.
 
-    It would trace the forward of an autograd.Function and forget its jvp (torch 2.13).
+    It would trace the function's forward and forget its jvp (torch 2.13).
     """
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        torch._dynamo.graph_break()
+        return _untraced(function, *args)
+    return function.apply(*args)
+
+
+@torch.compiler.disable
+def _untraced(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
 
 
 def _found(*fields: Any) -> Any:

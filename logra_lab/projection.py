@@ -161,8 +161,7 @@ class Projection:
                 f"projection {self.path!r}: expected X [*batch, {self.k}] and a factor for each "
                 f"token, got {list(x.shape)} and {None if tokens is None else list(tokens.shape)}"
             )
-        operators.keep_tangents()
-        return operators.Project.apply(x, tokens, False, *self._fields)
+        return operators.apply(operators.Project, x, tokens, False, *self._fields)
 
     def gram(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -173,8 +172,7 @@ class Projection:
 
     def squared_norm(self, D: Float[Tensor, "d r"]) -> Float[Tensor, ""]:
         """‖D A‖² = ⟨D (A Aᵀ), D⟩ in float64, differentiable. Cost: 2·d·r² + 2·k·r² FLOPs."""
-        operators.keep_tangents()
-        return operators.SquaredNorm.apply(D, self.gram(D.dtype, D.device))
+        return operators.apply(operators.SquaredNorm, D, self.gram(D.dtype, D.device))
 
     def _by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
         covered = self.kind == "sign" and dtype != torch.float64
@@ -184,11 +182,11 @@ class Projection:
         """X Aᵀ in the type of X by torch, block after block of A."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = x.reshape(-1, self.k)
-        P = rows.new_zeros(rows.shape[0], self.rank, dtype=wide)
+        P = rows.new_empty(rows.shape[0], self.rank, dtype=wide)
         for cut, block in self.blocks(wide, x.device):
             step = max(1, rows.shape[0] if x.dtype == wide else _WIDE_NUMBERS // block.shape[1])
             for some, sums in zip(rows.split(step), P.split(step), strict=True):
-                sums.addmm_(some[:, cut].to(wide), block.T)
+                sums.addmm_(some[:, cut].to(wide), block.T, beta=int(cut.start > 0))
         P.mul_(self.scale)
         if tokens is not None:
             P.mul_(tokens.reshape(-1, 1).to(wide))
