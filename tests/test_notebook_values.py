@@ -153,8 +153,8 @@ def test_bfloat16_swallows_steps_as_predicted(sync: dict[str, Any]) -> None:
     assert sync["toy"] == {"plain": 1.0, "exact": 230 / 256}  # 0.9 · 256 = 230.4
     survived = {float(s): pair for s, pair in sync["survival"].items()}
     for s, (predicted, measured) in survived.items():
-        # The closed form takes the spacing above a weight also below it: wrong for powers of two.
-        assert measured == pytest.approx(predicted, abs=0.02), s
+        # One draw for each of 786,432 weights: a share is known to 0.1 % of the whole.
+        assert measured == pytest.approx(predicted, abs=0.005), s
     assert survived[1e-6][1] < 0.05 < 0.95 < survived[1e-3][1]
 
 
