@@ -87,19 +87,16 @@ def _factors(
     if PRESERVE:
         rows = tl.maximum(end - begin, 1).to(tl.float64)
         floor = tl.maximum(eps * root / rows, _TINY)
-        plain = tl.zeros([_CHUNK], tl.float64)
         size = tl.zeros([_CHUNK], tl.float64)
         for start in range(begin, end, _CHUNK):
             row = start + tl.arange(0, _CHUNK)
             there = row < end
             value = tl.load(new_v + row, mask=there, other=0.0).to(tl.float64)
             factor = 1 / (tl.sqrt(value / correction) + floor)
-            square = tl.where(there, factor * factor, 0.0)
-            plain += square
-            size += square * tl.load(squares + row, mask=there, other=0.0)
+            size += factor * factor * tl.load(squares + row, mask=there, other=0.0)
         moved = tl.sqrt(tl.sum(size, 0))
-        # Division by the RMS of the factors matters only where there is no norm to preserve.
-        gain = tl.where(moved > 0, norm / moved, 1 / tl.sqrt(tl.sum(plain, 0) / rows))
+        # The RMS of the factors cancels here: norms are preserved, or zero.
+        gain = tl.where(moved > 0, norm / moved, 1.0)
     for start in range(begin, end, _CHUNK):
         row = start + tl.arange(0, _CHUNK)
         there = row < end

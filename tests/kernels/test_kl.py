@@ -418,6 +418,11 @@ def test_tangents_and_gradients_equal_central_differences_and_are_not_zero(machi
 
 def compiled(z, other, labels):
     """Each operation under torch.compile, as one graph, and with gradients."""
+    torch.library.opcheck(
+        torch.ops.logra_lab.logit_rows.default,
+        (z, other, labels, 0.9, "realised"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
     def all_four(z, other, labels):
         return kl.variance(z, other, 0.9), kl.realised(z, other, 0.9), *kl.token(z, labels, 0.9)

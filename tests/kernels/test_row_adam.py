@@ -282,6 +282,12 @@ def compiled(S, v, sizes):
         new, norms = row_adam.row_adam(S, v, sizes, 3)
         return before, S * 2, new, norms
 
+    op = torch.ops.logra_lab.row_adam.default
+    torch.library.opcheck(
+        op,
+        (S.clone(), v, sizes, 3, 0.95, 1e-8, "plain"),
+        test_utils=("test_schema", "test_faketensor"),  # it changes S, and nothing else
+    )
     with torch.no_grad():
         D = S.clone()
         return D, *torch.compile(step, backend="aot_eager", fullgraph=True)(D, v)
@@ -345,11 +351,14 @@ def test_layers_that_do_not_cover_the_sketch_are_named():
 def test_it_compiles(build, architecture, name):
     types = {"S": "*fp32", "v": "*fp32", "new_v": "*fp32", "squares": "*fp64", "ends": "*i64"}
     types |= {"factors": "*fp32", "norms": "*fp64", "faulty": "*i32"}
-    types |= {"beta2": "fp64", "correction": "fp64", "eps": "fp64"}
+    kernel = getattr(row_adam, name)
+    scalars = {p.name: p.annotation_type for p in kernel.params}
+    scalars = {k: scalars[k] for k in ("beta2", "correction", "eps") if k in scalars}
+    assert set(scalars.values()) <= {"fp64"}  # Python's floats would travel as float32
+    types |= scalars
     fixed = {"ROWS": 16, "COLS": 256, "s_col": 1, "v_row": 1}
     if name == "_factors":
         fixed = {"PRESERVE": True}
-    kernel = getattr(row_adam, name)
     fixed = {k: v for k, v in fixed.items() if k in kernel.arg_names}
     ptx = build(kernel, architecture, types, fixed)
     wanted = {"_moments": "fma.rn.f64", "_factors": "sqrt.rn.f64", "_scale": "mul.f32"}
