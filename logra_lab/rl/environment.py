@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import logra_lab
+from logra_lab import kernels
 
 _PACKAGES = ("torch", "transformers", "numpy")
 
@@ -45,6 +46,14 @@ def hardware() -> dict[str, Any]:
         if cuda
         else [],
     }
+
+
+def compute(device: torch.device | str) -> dict[str, str]:
+    """The device of a run, and whose kernels compute on it: ``"torch"`` or ``"triton"``.
+
+    Raises `InputError` where LOGRA_LAB_KERNELS forces a choice that cannot run there.
+    """
+    return {"device": str(torch.device(device)), "kernels": kernels.backend(device)}
 
 
 def peak_memory_mib() -> float:

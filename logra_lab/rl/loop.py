@@ -92,6 +92,7 @@ def train(
                 seeds={"run": config.seed, "eval": EVAL_SEED, "train": TRAIN_SEED},
                 verifier=train_task.verifier,
                 resume_step=run.step if resume else None,
+                device=run.device,
             )
         )
         run.publisher.open_journal(run_dir, run.learner.run, run.version)

@@ -65,28 +65,28 @@ class RunRecord:
         seeds: Mapping[str, int],
         verifier: Any,
         resume_step: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> "RunRecord":
         """Begin a record in `run_dir`, or go on with one after step `resume_step`.
 
-        `config` is kept as given; `verifier` needs name, version and owner. Resuming cuts off the
+        `config` is kept as given; `verifier` needs name, version and owner; `device` is the
+        policy's, and the manifest says whose kernels compute there. Resuming cuts off the
         lines and evaluations after `resume_step`, adds a session to the manifest and lists the
         settings that changed. Raises `InputError` when there is a record and `resume_step` is
         None, or none and it is given; `RecordError` when the system refuses a write.
         """
-        run_dir = Path(run_dir)
+        run_dir, described = Path(run_dir), _described(config, seeds, verifier, device)
         try:
             if resume_step is None:
-                return cls._begin(run_dir, config, seeds, verifier)
-            return cls._resume(run_dir, config, seeds, verifier, resume_step)
+                return cls._begin(run_dir, described)
+            return cls._resume(run_dir, described, resume_step)
         except OSError as error:
             raise RecordError(f"run record {run_dir}: {error.strerror or error}") from error
 
     @classmethod
-    def _begin(
-        cls, run_dir: Path, config: Mapping[str, Any], seeds: Mapping[str, int], verifier: Any
-    ) -> "RunRecord":
+    def _begin(cls, run_dir: Path, described: dict[str, Any]) -> "RunRecord":
         manifest = {
-            **_described(config, seeds, verifier),
+            **described,
             "start": _now(),
             "end": None,
             "wall_seconds": 0.0,
@@ -106,17 +106,10 @@ class RunRecord:
         return record
 
     @classmethod
-    def _resume(
-        cls,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        seeds: Mapping[str, int],
-        verifier: Any,
-        resume_step: int,
-    ) -> "RunRecord":
+    def _resume(cls, run_dir: Path, described: dict[str, Any], resume_step: int) -> "RunRecord":
         manifest = read_manifest(run_dir)
         kept = [step for step in raw_steps(run_dir) if step["step"] <= resume_step]
-        described = json.loads(dumps(_described(config, seeds, verifier), where="manifest"))
+        described = json.loads(dumps(described, where="manifest"))
         session = {
             "start": _now(),
             "after_step": resume_step,
@@ -212,7 +205,10 @@ class RunRecord:
 
 
 def _described(
-    config: Mapping[str, Any], seeds: Mapping[str, int], verifier: Any
+    config: Mapping[str, Any],
+    seeds: Mapping[str, int],
+    verifier: Any,
+    device: torch.device | str,
 ) -> dict[str, Any]:
     reward = {name: getattr(verifier, name) for name in ("name", "version", "owner")}
     return {
@@ -221,6 +217,7 @@ def _described(
         "reward": reward,
         "versions": environment.versions(),
         "hardware": environment.hardware(),
+        **environment.compute(device),
         "threads": torch.get_num_threads(),
     }
 

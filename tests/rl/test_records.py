@@ -17,6 +17,7 @@ import transformers
 
 import logra_lab.rl.records as records
 from logra_lab.errors import InputError
+from logra_lab.kernels import VARIABLE
 from logra_lab.rl import environment
 from logra_lab.rl.records import (
     METRICS,
@@ -74,6 +75,20 @@ def test_the_manifest_says_what_ran_on_what_and_how_it_ended(tmp_path):
     assert manifest["evaluations"] == [
         {"task": "sums", "size": 64, "seed": 1, "step": 0, "result": {"pass_at_1": 0.25}}
     ]
+
+
+def test_the_manifest_says_whose_kernels_compute_on_the_device_of_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    seen = []
+    for device in ("cpu", "cuda:0"):  # nothing is computed there: a choice needs no GPU
+        with begin(tmp_path / device[:3], device=device):
+            seen.append(read_manifest(tmp_path / device[:3]))
+    assert [(m["device"], m["kernels"]) for m in seen] == [("cpu", "torch"), ("cuda:0", "triton")]
+    monkeypatch.setenv(VARIABLE, "torch")  # and again on resuming, where the choice may differ
+    with begin(tmp_path / "cud", device="cuda:0", resume_step=0):
+        manifest = read_manifest(tmp_path / "cud")
+    assert (manifest["device"], manifest["kernels"]) == ("cuda:0", "torch")
 
 
 @pytest.mark.parametrize(
