@@ -145,8 +145,11 @@ class VLLMEngine(VLLMClient):
         """One response a prompt; keys[i] alone seeds the random numbers of row i.
 
         Raises `InputError` for prompts as `HFEngine` does, `NeedsFullSync` while the version is
-        unknown, and `RolloutError` when vLLM's log-probabilities are not one for each id.
+        unknown, and `RolloutError` when vLLM's log-probabilities are not one for each id, or when
+        its processes have ended.
         """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         self._check_prompts(prompt_ids, keys)
         params = [
             sampling_params(key, self.temperature, self.max_new_tokens, self.policy.eos_ids)
@@ -157,7 +160,14 @@ class VLLMEngine(VLLMClient):
         with self.lock, stance:
             self.require_version()
             prompts = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            try:
+                outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            except EngineDeadError as error:
+                self._forget_locally("vLLM's processes have ended")
+                raise RolloutError(
+                    "vLLM's processes ended while generating (killed, or out of memory?); start "
+                    "again from the last checkpoint; verbose=True shows vLLM's log"
+                ) from error
         if len(outputs) != len(prompt_ids):
             raise RolloutError(f"{len(prompt_ids)} prompts, but vLLM returned {len(outputs)}")
         rows = [read_output(output.outputs[0]) for output in outputs]

@@ -11,9 +11,11 @@ import logging
 import multiprocessing
 import os
 import random
+import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from logra_lab.errors import InputError
+from logra_lab.sync.vllm_plugin import OWNER
 
 GUARD = (
     "; vLLM's processes import the main script first: put its work under "
@@ -46,7 +49,8 @@ def quiet_start(*, in_process: bool, threads: int, eager: bool, verbose: bool) -
     """The time in which vLLM is imported and its processes are started.
 
     Sets what vLLM reads from the environment and restores the environment, the generators of
-    `random`, numpy and torch, and `torch.set_num_threads`. Raises `InputError` in process when
+    `random`, numpy and torch, and `torch.set_num_threads`. The processes never see Ctrl-C, which is
+    for the run, and end when this process does. Raises `InputError` in process when
     `torch.distributed` is in use, since vLLM would take over its process group.
     """
     if in_process and not _living and torch.distributed.is_initialized():
@@ -56,6 +60,8 @@ def quiet_start(*, in_process: bool, threads: int, eager: bool, verbose: bool) -
         )
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a fork would not load the plugin again
+        OWNER: str(os.getpid()),
         "VLLM_NO_USAGE_STATS": "1",
         # Binding by vLLM would give each rank a NUMA node of its own, and leave none to others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -74,7 +80,7 @@ def quiet_start(*, in_process: bool, threads: int, eager: bool, verbose: bool) -
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.environ.update(settings)
     try:
-        with _quiet_logger(verbose):
+        with _quiet_logger(verbose), nullcontext() if in_process else _ctrl_c_later():
             yield
     finally:
         os.environ.clear()
@@ -116,6 +122,20 @@ def shut_down(llm: Any, *, in_process: bool, group: str) -> None:
     _closed.append(llm)
     while _closed and not _living:
         _closed.pop().llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """SIGINT waits until the end; what is started meanwhile inherits the mask and never gets it.
+
+    A terminal sends Ctrl-C to all processes of the run, and vLLM's would end in mid-step.
+    """
+    resource_tracker.ensure_running()  # its start would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

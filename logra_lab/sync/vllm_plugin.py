@@ -12,6 +12,11 @@ and `vllm_transfer` tests every layer before it accepts the engine.
 """
 
 import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -21,17 +26,23 @@ from logra_lab.sync.errors import UnsupportedRolloutBackend
 
 BACKEND = "logra_lab"
 SUPPORTED = "0.32."
+OWNER = "LOGRA_LAB_ENGINE_OWNER"  # in the environment: the process that starts an engine
+_GRACE = 30.0  # seconds for an ordinary end
 
 
-@functools.cache  # vLLM may load plugins several times in a process
 def register() -> None:
     """Make the backend known to vLLM, and spare the weights of its engines from packing.
 
     Raises nothing where vLLM is another version: an entry point that raises would stop every vLLM
     on the machine. Engines that ask for the backend are refused there by `require_support`.
     """
-    if unsupported() is not None:
-        return
+    _end_with_parent(os.getpid())
+    if unsupported() is None:
+        _register()
+
+
+@functools.cache  # vLLM may load plugins several times in a process
+def _register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -40,6 +51,25 @@ def register() -> None:
     )
     if current_platform.is_cpu():
         _keep_weights()
+
+
+@functools.cache
+def _end_with_parent(process: int) -> None:
+    """In a process of an engine: end when its parent is gone, by SIGKILL perhaps.
+
+    vLLM 0.32 would wait for requests for ever, with all its memory.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or os.environ.get(OWNER, str(process)) == str(process):
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(process, signal.SIGTERM)  # vLLM's own way out: it ends its workers too
+        time.sleep(_GRACE)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="logra_lab parent", daemon=True).start()
 
 
 def unsupported() -> str | None:

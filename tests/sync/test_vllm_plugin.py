@@ -1,5 +1,6 @@
 """The plugin in vLLM's own processes, tensor-parallel, and what it refuses or leaves alone."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -242,7 +243,7 @@ def test_another_vllm_is_refused_by_our_engine_and_left_alone_by_the_plugin(
     monkeypatch, version, words
 ):
     monkeypatch.setattr(vllm_plugin, "installed_version", lambda: version)
-    vllm_plugin.register.__wrapped__()  # no error: it would stop every vLLM on the machine
+    vllm_plugin.register()  # no error: it would stop every vLLM on the machine
     with pytest.raises(UnsupportedRolloutBackend, match=words):
         VLLMEngine(shared.tiny_policy(), in_process=True, **SMALL)
 
@@ -306,3 +307,46 @@ def test_a_script_without_the_main_guard_is_told_so(tmp_path):
     )
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr.strip().splitlines()[-1]
+
+
+_ENDINGS = """
+import json, os, signal, sys
+import psutil
+from logra_lab.rl.vllm_engine import VLLMEngine
+import runpy
+
+if __name__ == "__main__":
+    shared = runpy.run_path(sys.argv[1])
+    policy = shared["tiny_policy"]()
+    engine = VLLMEngine(
+        policy, max_new_tokens=4, max_prompt_tokens=8, kv_cache_bytes=32 << 20, threads=1
+    )
+    engine.full_sync(shared["Trainer"](policy).weights, "run", 0)
+    started = [p.pid for p in psutil.Process().children(recursive=True)]
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append("Ctrl-C"))
+    os.killpg(0, signal.SIGINT)  # as a terminal does
+    for _ in range(20):
+        rollout = engine.generate(shared["prompts"](), shared["names"](4))
+    print(json.dumps([started, asked, len(rollout.response_ids)]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs_vllm
+def test_ctrl_c_spares_the_engine_and_a_killed_trainer_leaves_no_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_ENDINGS)
+    support = str(Path(__file__).parents[1] / "vllm_support.py")
+    done = subprocess.run(
+        [sys.executable, str(script), support], capture_output=True, text=True, timeout=120,
+        start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == -9, done.stderr[-2000:]
+    started, asked, responses = json.loads(done.stdout.splitlines()[-1])
+    assert asked == ["Ctrl-C"]
+    assert responses == 4
+    assert len(started) >= 2
+    left = [psutil.Process(pid) for pid in started if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
