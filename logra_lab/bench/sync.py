@@ -20,9 +20,9 @@ from torch import Tensor
 from logra_lab.bench import Figure, figure, say
 from logra_lab.bench.fuzz import fuzz
 from logra_lab.lab.presets import preset
-from logra_lab.rl import ppo
 from logra_lab.rl.drift import Follower, follow
 from logra_lab.rl.engines import CopyEngine
+from logra_lab.rl.gaps import gaps
 from logra_lab.rl.loop import load_tasks, preset_config, train
 from logra_lab.rl.policies import Policy, load_policy
 from logra_lab.rl.run import Run
@@ -179,9 +179,8 @@ def logprob_gaps(rows: int) -> dict[str, Figure]:
         with VLLMEngine(policy, temperature=temperature, max_new_tokens=16) as engine:
             engine.full_sync(_targets(policy), "bench", 0)
             rollout = engine.generate(prompts, [str(i) for i in range(len(prompts))])
-        gaps = trainer_logprobs(policy, rollout.prompt_ids, rollout.response_ids, temperature)
-        gap = torch.cat([(a - b).abs() for a, b in zip(gaps, rollout.logprobs, strict=True)])
-        figures[key] = figure(gap.mean().item(), "nats/token", "<= 0.02")
+        gap = gaps(policy.model, rollout, temperature=temperature).mean().item()
+        figures[key] = figure(gap, "nats/token", "<= 0.02")
     return figures
 
 
@@ -207,31 +206,12 @@ def stale_cache() -> dict[str, Figure]:
                 engine._reset_prefix_cache = lambda: None  # type: ignore[method-assign]
             engine.sync(update)
             rollout = engine.generate([prompt], ["after"])
-        (expected,) = trainer_logprobs(own, rollout.prompt_ids, rollout.response_ids, 1.0)
-        error = (expected - rollout.logprobs[0]).abs().max().item()
-        figures[key] = figure(error, "nats", bound)
+        figures[key] = figure(gaps(own.model, rollout).max().item(), "nats", bound)
     return figures
 
 
 def _targets(policy: Policy) -> dict[str, Tensor]:
     return {n: m.weight.data for n, m in find_targets(policy.model, TARGETS).items()}
-
-
-@torch.no_grad()
-def trainer_logprobs(
-    policy: Policy, prompts: list[list[int]], responses: list[list[int]], temperature: float
-) -> list[Tensor]:
-    """Log softmax(logits / T) of every response token in the trainer's own forward pass."""
-    samples = [
-        ppo.Sample(p, r, torch.zeros(len(r)), "stop", 0.0)
-        for p, r in zip(prompts, responses, strict=True)
-    ]
-    found = []
-    for sample in samples:
-        batch = ppo.token_batch([sample], policy.pad_id, policy.model.device)
-        logp = torch.log_softmax(batch.logits(policy.model).float() / temperature, dim=-1)
-        found.append(logp.gather(-1, torch.tensor(sample.response)[:, None])[:, 0])
-    return found
 
 
 def plain_drift(steps: int) -> dict[str, Figure]:
