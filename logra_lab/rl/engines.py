@@ -9,7 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.policies import Policy
 from logra_lab.rl.rollout import Generates, HFEngine, Rollout
 from logra_lab.sketch import find_targets
-from logra_lab.sync import sealed
+from logra_lab.sync.base_file import check_base
 from logra_lab.sync.receiver import Place, Receiver
 from logra_lab.sync.update import ThinUpdate
 
@@ -59,7 +59,7 @@ class CopyEngine(HFEngine):
         receiver: str = "exact",
         targets: tuple[str, ...],
     ) -> None:
-        model = copy.deepcopy(policy.model).to(dtype)  # type: ignore[arg-type]
+        model = _cast(copy.deepcopy(policy.model), dtype)
         own = dataclasses.replace(policy, model=model.requires_grad_(False))
         super().__init__(
             own, temperature=temperature, max_new_tokens=max_new_tokens, batch_size=batch_size
@@ -83,11 +83,15 @@ class CopyEngine(HFEngine):
         return self.receiver.apply(update)
 
     def full_sync(self, base: str | Path | Mapping[str, Tensor], run: str, version: int) -> None:
-        """Take all targets from tensors by layer name, or from a sealed base file."""
+        """Take all targets from tensors by layer name, or from a sealed base file.
+
+        Raises `ShapeMismatch`, `DigestMismatch`, `WrongRun`, `VersionGap` (the file is of another
+        run or version), `InputError` (no such file), with the weights as they were.
+        """
         if isinstance(base, Mapping):
             self.receiver.load(run, version, base)
             return
-        sealed.read_meta(Path(base))
+        check_base(Path(base), run, version)
         with safe_open(base, framework="pt") as file:
             self.receiver.load(run, version, {n: file.get_slice(n) for n in file.keys()})  # noqa: SIM118
 
@@ -96,6 +100,18 @@ class CopyEngine(HFEngine):
 
     def close(self) -> None:
         """Nothing to end: the copy goes with the object."""
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model in another type, in place, as `from_pretrained` would load it there.
+
+    What no checkpoint holds keeps its type: `model.to` would round the rotary frequencies too,
+    and in bfloat16 a position of some hundreds is then off by a radian.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def make_engine(policy: Policy, config: TrainConfig) -> HFEngine | Engine:

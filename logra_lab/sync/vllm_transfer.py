@@ -29,15 +29,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from logra_lab.errors import InputError, LograError
-from logra_lab.sync import sealed
+from logra_lab.errors import LograError
+from logra_lab.sync.base_file import check_base
 from logra_lab.sync.errors import (
     NeedsFullSync,
     PayloadError,
     SyncError,
     UnsupportedRolloutBackend,
-    VersionGap,
-    WrongRun,
 )
 from logra_lab.sync.mapping import TARGETS
 from logra_lab.sync.receiver import Receiver
@@ -179,16 +177,8 @@ class ThinTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _base(self, path: Path, run: str, version: int) -> Mapping[str, Any]:
         """Layers of a sealed base; each rank reads only its own rows and columns, at `load`."""
-        try:
-            meta = sealed.read_meta(path)
-            file = self._open.enter_context(safe_open(path, "pt"))
-        except OSError as error:
-            raise InputError(f"base {path} cannot be read in the engine: {error}") from error
-        if meta.get("run", run) != run:
-            raise WrongRun(f"base {path} is of run {meta['run']!r}, expected {run!r}")
-        if meta.get("version", version) != version:
-            raise VersionGap(f"base {path} is of version {meta['version']}, expected {version}")
-        return _Lazy(file)
+        check_base(path, run, version)
+        return _Lazy(self._open.enter_context(safe_open(path, "pt")))
 
 
 class _Lazy(Mapping[str, Any]):
