@@ -21,7 +21,7 @@ class TrainConfig(BaseModel):
     eval_task: str | None = None  # judged by the same verifier; None: held-out problems of `task`
     train_problems: int = Field(4096, ge=1)
     method: Literal["logra", "adam", "lora"] = "logra"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
 
     # The batch.
     steps: int = Field(100, ge=1)
@@ -98,6 +98,11 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 f"method {self.method!r} makes no thin updates: engine must be 'shared' and "
                 "journal_every 0"
+            )
+        if self.engine == "shared" and (self.serving_dtype, self.receiver) != ("float32", "exact"):
+            raise ValueError(
+                "engine 'shared' generates with the trainer's own weights: serving_dtype and "
+                "receiver go with engine 'hf' or 'vllm'"
             )
         if self.wire == "int8" and self.projection != "sign" and self.method == "logra":
             raise ValueError(

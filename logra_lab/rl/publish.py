@@ -8,7 +8,7 @@ from torch import Tensor
 
 from logra_lab.rl.engines import Engine
 from logra_lab.rl.rollout import HFEngine
-from logra_lab.sync.errors import SyncError
+from logra_lab.sync.errors import SyncError, WrongRun
 from logra_lab.sync.journal import Journal
 from logra_lab.sync.update import ThinUpdate
 
@@ -38,14 +38,23 @@ class Publisher:
         self.journal: Journal | None = None
 
     def open_journal(self, run_dir: Path, run: str, version: int) -> None:
-        """Begin the journal, or go on with one at `version`: what it holds beyond is cut off."""
+        """Begin the journal, or go on with one at `version`: what it holds beyond is cut off.
+
+        Raises `WrongRun`, with nothing changed, for another run's journal.
+        """
         if not self.every:
             return
         folder = run_dir / JOURNAL
         if not folder.exists():
             self.journal = Journal.create(folder, run, version, self.weights())
             return
-        self.journal = Journal.open(folder)
+        journal = Journal.open(folder)
+        if journal.run != run:
+            raise WrongRun(
+                f"{folder} is the journal of run {journal.run!r}, this is {run!r}: move it away, "
+                "or name another folder for this run"
+            )
+        self.journal = journal
         if version not in self.journal.versions():  # lost in part, or its base is newer
             self.journal.rebase(version, self.weights())
         self.journal.cut(version)

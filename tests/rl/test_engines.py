@@ -1,10 +1,12 @@
 """Engines with weights of their own: kept at the trainer's version, through whatever happens."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from logra_lab.errors import InputError
 from logra_lab.rl.engines import CopyEngine
@@ -13,7 +15,7 @@ from logra_lab.rl.policies import load_policy
 from logra_lab.rl.publish import Publisher
 from logra_lab.rl.records import read_manifest, read_steps
 from logra_lab.sketch import TARGETS, find_targets
-from logra_lab.sync.errors import NeedsFullSync, ShapeMismatch, VersionGap
+from logra_lab.sync.errors import NeedsFullSync, ShapeMismatch, VersionGap, WrongRun
 from logra_lab.sync.journal import Journal
 from logra_lab.sync.sealed import write
 
@@ -84,6 +86,30 @@ def test_a_base_file_and_tensors_load_the_same_and_a_wrong_one_loads_nothing(tmp
     assert (by_tensors.version, by_tensors.receiver.digest()) == (5, by_file.receiver.digest())
 
 
+def test_a_base_file_of_another_run_or_version_is_not_taken_for_what_was_asked(tmp_path):
+    engine, weights = copy_engine(), targets(load_policy("small"))
+    engine.full_sync(weights, "r", 5)
+    path = tmp_path / "base.safetensors"
+    write(path, {name: w + 1 for name, w in weights.items()}, {"run": "r", "version": 3})
+    for run, version, error in [("r", 6, VersionGap), ("other", 3, WrongRun)]:
+        with pytest.raises(error, match=re.escape(str(path))):
+            engine.full_sync(path, run, version)
+    with pytest.raises(InputError, match="cannot be read"):
+        engine.full_sync(tmp_path / "none.safetensors", "r", 6)
+    assert (engine.version, differing(engine, weights)) == (5, 0)
+
+
+def test_a_bfloat16_copy_computes_as_the_saved_model_loaded_in_bfloat16(tmp_path):
+    """Of 250 tokens: `model.to` rounds the rotary frequencies too, which shows at far positions."""
+    engine, policy = copy_engine(dtype=torch.bfloat16), load_policy("small")
+    policy.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, policy.vocab_size, (2, 250), generator=generator)
+    with torch.no_grad():
+        assert torch.equal(engine.policy.model(ids).logits, loaded(ids).logits)
+
+
 # --- in a run --------------------------------------------------------------------------------
 
 
@@ -148,6 +174,9 @@ def test_bytes_of_the_record_are_those_of_the_update():
         ({"projection": "gaussian"}, "no exact sums: set wire to 'float32'"),
         ({"wire": "int4"}, "wire"),
         ({"engine": "sglang"}, "engine"),
+        ({"serving_dtype": "bfloat16"}, "go with engine 'hf' or 'vllm'"),
+        ({"receiver": "plain"}, "go with engine 'hf' or 'vllm'"),
+        ({"seed": 1 << 63}, "seed"),
     ],
 )
 def test_configurations_that_cannot_be_synchronised_are_refused(settings, message):
@@ -260,3 +289,14 @@ def test_a_journal_without_the_resumed_version_gets_a_new_base(tmp_path):
     journal = Journal.open(tmp_path / "journal")
     assert journal.versions() == [2, 3]
     assert same(dict(journal.weights()[1]), dict(run.learner.targets()))
+
+
+def test_the_journal_of_another_run_in_the_folder_is_refused_and_left_whole(tmp_path):
+    config = tiny_config(steps=2, journal_every=100)
+    train(config, tmp_path / "one")
+    (tmp_path / "one" / "journal").rename(tmp_path / "journal")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "journal").iterdir()}
+    with pytest.raises(WrongRun, match="move it away"):
+        train(config, tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "journal").iterdir()} == before
+    assert len(before) == 3
