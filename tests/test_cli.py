@@ -13,6 +13,7 @@ from safetensors import safe_open
 from logra_lab import cli
 from logra_lab.errors import InputError, LograError
 from logra_lab.sync.journal import Journal
+from logra_lab.sync.sealed import write
 from logra_lab.sync.update import ThinUpdate
 from logra_lab.sync.wire import ThinLayer
 
@@ -270,6 +271,34 @@ def test_replay_refuses_bad_versions_and_places_and_leaves_nothing_half_written(
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert sync(capsys, "replay", journal.folder, "--version", 3, "--out", out)[0] == 1
     assert os.listdir(out.parent) == ["j"]
+
+
+def test_inspect_reads_a_header_before_a_file_of_any_size(tmp_path, capsys):
+    with open(tmp_path / "sparse.thin", "wb") as file:
+        file.truncate(1 << 40)  # more than any memory; zeros that take no room
+    status, _, err = sync(capsys, "inspect", tmp_path / "sparse.thin")
+    assert (status, "sparse.thin" in err) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\x1b[2Jb", "a\nb"])
+def test_layer_names_command_no_terminal(tmp_path, capsys, name):
+    layers = [ThinLayer(name, 4, 8, name)]
+    update = ThinUpdate.round(
+        torch.ones(4, 2), layers, run="r", base=0, seed=0, draw=1, wire="float32"
+    )
+    (tmp_path / "x.thin").write_bytes(update.to_bytes())
+    status, out, _ = sync(capsys, "inspect", tmp_path / "x.thin", "--layers")
+    assert (status, repr(name) in out, name in out) == (0, True, False)
+
+
+@pytest.mark.parametrize("tensors", [{}, {"a": torch.zeros(0, 3)}])
+def test_a_base_of_nothing_is_no_base(tmp_path, capsys, tensors):
+    meta = {"format": "journal-base-1", "run": "r", "version": 0}
+    path = tmp_path / "base-00000000.safetensors"
+    write(path, tensors, meta)
+    for arguments in (["inspect", path], ["inspect", tmp_path], ["verify", tmp_path]):
+        status, _, err = sync(capsys, *arguments)
+        assert (status, str(path) in err) == (1, True)
 
 
 def test_sync_starts_from_the_shell(journal):

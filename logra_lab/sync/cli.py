@@ -114,8 +114,8 @@ def _one(path: Path) -> tuple[files.Entry, str]:
     if path.suffix != ".thin" and not path.match("base-*.safetensors"):
         raise InputError(f"{path}: expected a journal's folder, a .thin or a base-*.safetensors")
     try:
+        files.verify(path)  # first of all: a file of any size may have this name
         if path.suffix != ".thin":
-            files.verify(path)
             entry = files.read_base(path)
             return entry, f"base at version {entry.version}"
         data = path.read_bytes()
@@ -164,7 +164,8 @@ def _layer_table(shapes: files.Shapes, wires: dict[int, str]) -> Table:
     for name in sorted(shapes, key=_natural):
         d, k = shapes[name]
         sizes = [f"{payload_bytes([(d, k)], rank, wire):,}" for rank, wire in wires.items()]
-        table.add_row(escape(name), str(d), str(k), f"{2 * d * k:,}", *sizes)
+        shown = escape(name if name.isprintable() else repr(name))  # no commands to a terminal
+        table.add_row(shown, str(d), str(k), f"{2 * d * k:,}", *sizes)
     return table
 
 

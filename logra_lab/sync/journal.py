@@ -169,7 +169,7 @@ def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not weights:
         raise InputError("a base needs weights: expected float32 [d, k] by layer name, got none")
     for name, weight in weights.items():
-        if weight.dtype != torch.float32 or weight.dim() != 2:
+        if weight.dtype != torch.float32 or weight.dim() != 2 or not weight.numel():
             raise InputError(
                 f"base: layer {name!r} is {weight.dtype} {list(weight.shape)}; expected float32 "
                 "[d, k], the trainer's own weights"

@@ -110,10 +110,13 @@ def read_base(path: Path) -> Entry:
     shapes = {}
     for name, found in slices.items():
         dtype, shape = found.get_dtype(), found.get_shape()
-        if dtype != "F32" or len(shape) != 2:
+        if dtype != "F32" or len(shape) != 2 or 0 in shape:
             verify(path)
             raise PayloadError(f"{path}: layer {name!r} is {dtype} {shape}, expected F32 [d, k]")
         shapes[name] = (shape[0], shape[1])
+    if not shapes:
+        verify(path)
+        raise PayloadError(f"{path}: there are no layers in this base")
     return _entry(path, meta, shapes)
 
 

@@ -198,6 +198,7 @@ def test_updates_behind_the_base_are_a_gap_because_nothing_says_whether_they_are
         ({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, r"'a' is torch.bfloat16 \[2, 3\]"),
         ({"a": torch.zeros(2, 3, dtype=torch.float64)}, "float64"),
         ({"a": torch.zeros(3)}, r"\[3\]"),
+        ({"a": torch.zeros(0, 3)}, r"\[0, 3\]"),
     ],
 )
 def test_a_base_is_float32_matrices(tmp_path, weights, said):
