@@ -108,7 +108,10 @@ class Journal(Replay):
             raise InputError(f"base at version {version}: expected 0 or more")
         bases, updates = self.contents.bases, self.contents.updates
         with self._writing(f"the base at version {version}"):
-            bases[version] = _write_base(self.folder, self.run, version, plain)
+            led = updates[version].digest if version in updates else None
+            if version in bases:
+                led = led or bases[version].update
+            bases[version] = _write_base(self.folder, self.run, version, plain, led)
             # Older bases first, for good: the updates after them are then known to be of no use.
             self._remove(bases, [v for v in sorted(bases) if v < version])
             self._remove(updates, [v for v in sorted(updates) if v <= version])
@@ -153,11 +156,16 @@ class Journal(Replay):
             sync_folder(self.folder)
 
 
-def _write_base(folder: Path, run: str, version: int, weights: dict[str, Tensor]) -> files.Entry:
+def _write_base(
+    folder: Path, run: str, version: int, weights: dict[str, Tensor], update: str | None = None
+) -> files.Entry:
     path = files.base_path(folder, version)
     meta = {"format": files.BASE_FORMAT, "run": run, "version": version, "scheme": SCHEME_VERSION}
+    meta |= {} if update is None else {"update": update}
     digest = sealed.write(path, weights, meta)
-    return files.Entry(path, version, path.stat().st_size, run, digest, _shapes(weights))
+    return files.Entry(
+        path, version, path.stat().st_size, run, digest, _shapes(weights), update=update
+    )
 
 
 def _shapes(weights: dict[str, Tensor]) -> files.Shapes:

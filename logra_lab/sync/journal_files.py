@@ -50,6 +50,7 @@ class Entry:
     shapes: Shapes
     wire: str = "float32"
     rank: int = 0
+    update: str | None = None  # of a base: digest of the kept update that led there
 
 
 @dataclass
@@ -116,8 +117,8 @@ def read_base(path: Path) -> Entry:
         shapes[name] = (shape[0], shape[1])
     if not shapes:
         verify(path)
-        raise PayloadError(f"{path}: there are no layers in this base")
-    return _entry(path, meta, shapes)
+        raise PayloadError(f"{path}: a base without layers")
+    return replace(_entry(path, meta, shapes), update=meta.get("update"))
 
 
 def read_update(path: Path) -> Entry:

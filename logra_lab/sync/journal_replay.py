@@ -139,7 +139,9 @@ class Replay:
     def _parted(self, receiver: Receiver) -> bool:
         """Whether the receiver came to its version by another update than the one kept here."""
         if receiver.version not in self.contents.updates:
-            return False
+            base = self.contents.bases.get(-1 if receiver.version is None else receiver.version)
+            came = receiver.last if base else None  # None: by a full sync
+            return came is not None and base is not None and came != base.update
         update = self.update(receiver.version)
         try:
             receiver.check(update)

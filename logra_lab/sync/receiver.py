@@ -59,7 +59,8 @@ class Receiver:
         mode: ``exact`` (default; needs a float32 copy where the engine serves another type) or
             ``plain``.
 
-    Attributes: `run` and `version`, None while unknown; `why`, the reason for that.
+    Attributes: `run` and `version`, None while unknown; `why`, the reason for that; `last`, the
+        digest of the update that led to the version, None after a full sync.
     Memory: exact adds 4 bytes a target weight unless float32 is served.
     """
 
@@ -70,7 +71,7 @@ class Receiver:
         self.run: str | None = None
         self.version: int | None = None
         self.why = "it has not had a full sync yet"
-        self._last: str | None = None
+        self.last: str | None = None
         self.slots = [self._slot(place) for place in self.places]
 
     def _slot(self, place: Place) -> Slot:
@@ -89,7 +90,7 @@ class Receiver:
 
     def forget(self, why: str) -> None:
         """The weights are no longer known (sleep, reload, a failed write): full sync next."""
-        self.run = self.version = self._last = None
+        self.run = self.version = self.last = None
         self.why = why
 
     @torch.no_grad()
@@ -130,7 +131,7 @@ class Receiver:
         digest, run = update.digest, self.run
         with self._writing():
             apply(update, self.slots)
-        self.run, self.version, self._last = run, update.version, digest
+        self.run, self.version, self.last = run, update.version, digest
         return True
 
     def check(self, update: ThinUpdate) -> bool:
@@ -138,11 +139,11 @@ class Receiver:
         version = self.require_version()
         if update.run != self.run:
             raise WrongRun(f"the update is of run {update.run!r}, the weights of {self.run!r}")
-        if update.version == version and self._last is not None:
-            if update.digest == self._last:
+        if update.version == version and self.last is not None:
+            if update.digest == self.last:
                 return False
             raise DigestMismatch(
-                f"version {version} was reached by update {self._last[:16]}…, this is "
+                f"version {version} was reached by update {self.last[:16]}…, this is "
                 f"{update.digest[:16]}…: two trainers write one run, or one went back"
             )
         if update.base != version:
@@ -177,7 +178,7 @@ class Receiver:
             odd = (_bits(cast) != _bits(place.served)).sum().item()
             gap = (cast.double() - place.served.double()).abs_().max().item()
             count, largest = out.get(place.layer, (0, 0.0))
-            out[place.layer] = (count + int(odd), max(largest, gap))
+            out[place.layer] = (count + int(odd), gap if gap != gap else max(largest, gap))
         return out
 
     @contextmanager

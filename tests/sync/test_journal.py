@@ -448,6 +448,29 @@ def test_an_engine_that_took_another_step_is_brought_back_over_a_base(tmp_path, 
     assert loads == [0, 0]
 
 
+def test_a_base_says_which_update_led_to_it_so_that_an_engine_that_took_another_is_brought_back(
+    tmp_path, truth
+):
+    """The engine took a step 2 that the trainer took back; the trainer's own step 2 became a base,
+    after which no update to version 2 is held."""
+    journal = fill(tmp_path, 2)
+    receiver, served, loads = engine(truth, torch.float32)
+    other, other_served, other_loads = engine(truth, torch.float32)
+    journal.replay_into(receiver, 1)
+    journal.replay_into(other, 2)  # the same step 2
+    receiver.apply(make(2, scale=0.7))
+    journal.rebase(2, truth[2])
+    journal = Journal.open(tmp_path)
+    journal.rebase(2, truth[2])  # once more: what led there is not forgotten
+    journal.append(make(3))
+    for follower in (receiver, other):
+        Journal.open(tmp_path).replay_into(follower)
+    assert same(served, truth[3])
+    assert loads == [0, 2]
+    assert same(other_served, truth[3])
+    assert other_loads == [0]
+
+
 def test_an_engine_of_another_run_has_to_forget_it_first(tmp_path, truth):
     journal = fill(tmp_path, 2)
     receiver, served, _ = engine(truth, torch.float32)

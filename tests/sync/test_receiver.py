@@ -5,6 +5,7 @@ that swallow small steps.
 """
 
 import hashlib
+import math
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -427,6 +428,9 @@ def test_difference_counts_bits_and_measures_gaps():
     assert found["k"][0] == 2
     assert found["k"][1] == served["k"][2, 3].item() - old
     assert found["o"] == (1, 0.0)
+    served["q"][0, 0] = torch.nan
+    count, gap = receiver.difference(zero)["q"]
+    assert (count, math.isnan(gap)) == (1, True)
 
 
 def test_digest_catches_one_bit_and_the_sign_of_zero():
