@@ -121,6 +121,8 @@ class LoGRA:
                 f"projection {projection!r} has no exact sums: choose wire='float32' (int8 goes "
                 "with signs)"
             )
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise InputError(f"seed {seed}: expected an integer of 64 bits, as updates carry it")
         if not (update_ratio > 0 and math.isfinite(update_ratio)):
             raise InputError(f"update_ratio is {update_ratio}: expected a positive number")
         if not (0 <= beta2 < 1 and eps >= 0):

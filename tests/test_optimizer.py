@@ -598,6 +598,7 @@ def test_bad_settings_catch_values_that_fail_only_later():
     refused(r"\['wq'\].*q_proj", targets=["wq"])
     refused("update_ratio is -0.1", update_ratio=-0.1)
     refused("update_ratio is nan", update_ratio=math.nan)
+    refused("64 bits", seed=1 << 63)
     refused("update_ratio is inf", update_ratio=math.inf)
     refused("beta2 1.0", beta2=1.0)
     refused("eps -1", eps=-1.0)
