@@ -113,8 +113,6 @@ def launch(
     if S.numel() == 0 or tokens == 0:
         return
     h, p = in_three(H[..., start : start + rows]), in_three(P)
-    if h.shape[:2] != p.shape[:2]:  # one of them merged its leading dimensions
-        h, p = h.flatten(0, 1)[None], p.flatten(0, 1)[None]
     wide = H.dtype != P.dtype or H.dtype == torch.float32
     blocks = blocks or BLOCKS[wide]
     tiles = triton.cdiv(rows, blocks[0]) * triton.cdiv(rank, blocks[1])

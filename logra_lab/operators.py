@@ -24,12 +24,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     It would trace the function's forward and forget its jvp (torch 2.13).
     """
     if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        return _untraced(function, *args)
-    return function.apply(*args)
-
-
-@torch.compiler.disable
-def _untraced(function: type[torch.autograd.Function], *args: Any) -> Any:
+        return torch.compiler.disable(function.apply)(*args)
     return function.apply(*args)
 
 
