@@ -1,8 +1,9 @@
 """One training step on one page: `Run.one_step`.
 
 generate → score → advantage → forward and backward → update → synchronise → record. Everything
-random is a function of (seed, step, problem, sample), so a resumed run continues bit for bit, and
-a skipped step leaves weights, moments, baseline, version, draw and t as they were.
+random is a function of (seed, step, problem, sample), so a resumed run continues bit for bit
+(not with vLLM, whose batches depend on timing: log-probabilities differ in their last bits), and a
+skipped step leaves weights, moments, baseline, version, draw and t as they were.
 """
 
 import math
