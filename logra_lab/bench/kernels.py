@@ -1,7 +1,7 @@
 """The kernels in numbers: time, bytes, FLOPs, and how far each is from what the machine allows.
 
-Without a GPU the torch paths are measured, on one thread (with two, they wait for whatever else a
-shared machine does). With CUDA the Triton kernels are, on the shapes of Qwen2.5-7B, and a training
+Without a GPU the torch paths are measured, on one thread and by its own time (with two, they wait
+for whatever else a shared machine does). With CUDA the Triton kernels are, on the shapes of Qwen2.5-7B, and a training
 step against dense AdamW and against LoGRA as one would first write it, all in one run:
 
     logra-lab bench kernels --json kernels_gpu.json
