@@ -18,7 +18,7 @@ from logra_lab import kl
 from logra_lab.errors import InputError, LograError
 from logra_lab.philox import SCHEME_VERSION
 from logra_lab.projection import canonical_path
-from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_moment, row_scale
+from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_adam_
 from logra_lab.sketch import TARGETS, Sketch
 from logra_lab.sync.update import Slot, ThinUpdate, apply
 from logra_lab.sync.wire import ThinLayer
@@ -273,19 +273,10 @@ class LoGRA:
         sketch_norm = frobenius(sketch.flat)
         if sketch_norm == 0:
             raise ZeroSketch("the sketch is zero in every layer: no gradient arrived")
-        v = row_moment(self.v, sketch.flat, self.beta2)
-        scale = torch.empty_like(v)
-        for path, layer in sketch.layers.items():
-            scale[layer.rows] = row_scale(
-                v[layer.rows],
-                layer.S,
-                t,
-                beta2=self.beta2,
-                eps=self.eps,
-                variant=self.variant,
-                name=f"layer {path!r}",
-            )
-        D = sketch.flat.mul_(scale[:, None])
+        D = sketch.flat
+        rows = {f"layer {path!r}": len(layer.S) for path, layer in sketch.layers.items()}
+        settings: dict[str, Any] = {"beta2": self.beta2, "eps": self.eps, "variant": self.variant}
+        v = row_adam_(D, self.v, rows, t, **settings)  # in the sketch's own memory
         update, weight = 0.0, 0.0
         for site in sketch.sites:
             # ⟨D (A Aᵀ), D⟩ = ⟨A Aᵀ, DᵀD⟩, summed over the readers of one A before it meets the Gram
