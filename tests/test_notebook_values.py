@@ -36,6 +36,11 @@ def one_matrix(smoke_course: tuple[int, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def kernels(smoke_course: tuple[int, Path]) -> dict[str, Any]:
+    return recorded(smoke_course, "04_kernels")
+
+
+@pytest.fixture(scope="session")
 def sync(smoke_course: tuple[int, Path]) -> dict[str, Any]:
     return recorded(smoke_course, "05_sync")
 
@@ -94,6 +99,52 @@ def test_redrawn_sketches_average_out_as_one_over_m(one_matrix: dict[str, Any]) 
 def test_the_sketch_is_g_times_a_transposed(one_matrix: dict[str, Any]) -> None:
     # The project's bound in float32; the notebook prints the rounding estimate beside it.
     assert 0 < one_matrix["relative_error"] < 1e-5
+
+
+def test_the_interpreted_kernel_gives_the_bits_of_torch_and_stays_inside(
+    kernels: dict[str, Any],
+) -> None:
+    assert kernels["computed_by"] == "torch"  # the other side of the comparison is not the kernel
+    assert kernels["by_hand"] == {"signs": True, "first word": True, "last tile": True}
+    assert kernels["kernel_equals_torch"] is kernels["served_equal"] is True
+    assert kernels["guard_intact"] is True
+    wrong = "the same, told to begin at column 0"
+    assert {what for what, same in kernels["variants"].items() if not same} == {wrong}
+    assert len(kernels["variants"]) == 6
+    # The last of 3 × 2 tiles of 16 × 32 on 37 × 50 holds rows 32 to 36 and columns 32 to 49.
+    assert kernels["shape"] == [37, 50, 40]
+    assert kernels["tile"] == {"exists": 5 * 18, "of": 16 * 32}
+
+
+def test_bytes_against_flops_of_a_layer_of_the_7b_model(kernels: dict[str, Any]) -> None:
+    d, k, r = kernels["big"]
+    assert (d, k, r) == (18944, 3584, 256)  # Qwen2.5: arXiv:2412.15115
+    assert kernels["flops"] == 2 * d * k * r
+    assert kernels["bytes_moved"] == {
+        # A and U A written and read, U read, W read and written: float32
+        "naive": 4 * (2 * r * k + d * r + 2 * d * k + 2 * d * k),
+        "kernel": 4 * 2 * d * k + d * r + d,  # one exponent a row
+    }
+    # Four inputs a block: of q k v, of o, of gate and up, of down; 28 blocks.
+    assert kernels["all_A"] == 4 * r * 28 * (3 * 3584 + 18944)
+
+
+def test_the_roofline_figure_is_the_result_files_and_says_that_it_is_a_cpu(
+    kernels: dict[str, Any],
+) -> None:
+    result = json.loads((ROOT / "data" / "results" / "kernels.json").read_text())
+    assert kernels["from_file"] is True
+    assert (kernels["side"], kernels["gpu_numbers"]) == ("cpu", False)
+    assert result["machine"]["gpus"] == []
+    figures = result["figures"]
+    assert len(kernels["table"]) == 9
+    for name, row in kernels["table"].items():
+        ms, share = figures[f"cpu_{name}_ms"], figures[f"cpu_{name}_roofline"]
+        assert (row["ms"], row["of roofline"]) == (ms["value"], share["value"])
+        assert row["GFLOP/s"] == pytest.approx(1e3 * row["GFLOP"] / row["ms"])
+    # 2·2048·4096·256 for X Aᵀ, 2·4096·4096·256 for U A
+    products = [kernels["table"][name]["GFLOP"] for name in ("project", "apply")]
+    assert products == pytest.approx([4.294967296, 8.589934592])
 
 
 def test_updates_weigh_d_times_r_plus_1_and_a_header(sync: dict[str, Any]) -> None:
@@ -268,7 +319,12 @@ def cells_behind(path: Path, name: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 @pytest.mark.parametrize(
     ("notebook", "moves"),
-    [("01_one_matrix", [1, 4, 256]), ("05_sync", [1, 16, 256]), ("07_ppo", [SMOKE.kl_start])],
+    [
+        ("01_one_matrix", [1, 4, 256]),
+        ("04_kernels", [1, 16, 256]),
+        ("05_sync", [1, 16, 256]),
+        ("07_ppo", [SMOKE.kl_start]),
+    ],
 )
 def test_the_slider_recomputes_and_shows_one_figure(
     notebook: str, moves: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,14 +1,16 @@
 """The kernels in numbers: time, bytes, FLOPs, and how far each is from what the machine allows.
 
 Without a GPU the torch paths are measured, on one thread and by its own time (with two, they wait
-for whatever else a shared machine does). With CUDA the Triton kernels are, on the shapes of Qwen2.5-7B, and a training
-step against dense AdamW and against LoGRA as one would first write it, all in one run:
+for whatever else a shared machine does). With CUDA the Triton kernels are, on the shapes of
+Qwen2.5-7B, and a training step against dense AdamW and against LoGRA as one would first write it,
+all in one run:
 
-    logra-lab bench kernels --json kernels_gpu.json
+    logra-lab bench kernels --json data/results/kernels_gpu.json
 
 That compiles the kernels as it goes (Triton's cache, no extension to build) and is made to end in
-under 8 minutes on one GPU with 48 GB. It was never run: no GPU was at hand. What was run of it is
-its every call, tiny and in interpreter mode (tests/kernels/test_bench.py).
+under 8 minutes on one GPU with 48 GB. It was never run: no GPU was at hand. What was run is every
+call of a kernel, tiny and interpreted (tests/kernels/test_bench.py), and the arms of the step on
+a CPU; the clock of the GPU was not.
 """
 
 import itertools
