@@ -21,6 +21,7 @@ from logra_lab.errors import InputError
 from logra_lab.projection import canonical_path
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
+from logra_lab.rl.engines import cast_model
 from logra_lab.rl.loop import load_tasks
 from logra_lab.rl.policies import Policy
 from logra_lab.rl.run import Run
@@ -198,7 +199,7 @@ class _Judge:
         self.temperature, self.kinds = run.config.temperature, run.config.targets
         # The trainer's sketch leaves copies of its model alone.
         self.models: dict[torch.dtype, Any] = {
-            dtype: copy.deepcopy(run.policy.model).to(dtype).float()  # type: ignore[arg-type]
+            dtype: cast_model(cast_model(copy.deepcopy(run.policy.model), dtype), torch.float32)
             for dtype in dtypes
         }
 

@@ -7,7 +7,7 @@ vllm     vLLM in processes of its own, or in this one; see `vllm_engine`
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from logra_lab.errors import InputError
 from logra_lab.projection import canonical_path
 from logra_lab.rl.config import TrainConfig
+from logra_lab.rl.outcomes import Problem
 from logra_lab.rl.policies import Policy
 from logra_lab.rl.rollout import Generates, HFEngine, Rollout
 from logra_lab.sketch import find_targets
@@ -59,7 +61,7 @@ class CopyEngine(HFEngine):
         receiver: str = "exact",
         targets: tuple[str, ...],
     ) -> None:
-        model = _cast(copy.deepcopy(policy.model), dtype)
+        model = cast_model(copy.deepcopy(policy.model), dtype)
         own = dataclasses.replace(policy, model=model.requires_grad_(False))
         super().__init__(
             own, temperature=temperature, max_new_tokens=max_new_tokens, batch_size=batch_size
@@ -102,7 +104,7 @@ class CopyEngine(HFEngine):
         """Nothing to end: the copy goes with the object."""
 
 
-def _cast(model: Any, dtype: torch.dtype) -> Any:
+def cast_model(model: Any, dtype: torch.dtype) -> Any:
     """The model in another type, in place, as `from_pretrained` would load it there.
 
     What no checkpoint holds keeps its type: `model.to` would round the rotary frequencies too,
@@ -112,6 +114,16 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return model
+
+
+def check_prompts(policy: Policy, config: TrainConfig, problems: Sequence[Problem]) -> None:
+    """Raise `InputError` at the start for a prompt that would fail when it is drawn."""
+    longest = max(len(policy.encode(problem.prompt)) for problem in problems)
+    if longest > config.max_prompt_tokens:
+        raise InputError(
+            f"task {config.task!r} has a prompt of {longest} tokens, max_prompt_tokens is "
+            f"{config.max_prompt_tokens}: raise it, vLLM reserves room for the longest request"
+        )
 
 
 def make_engine(policy: Policy, config: TrainConfig) -> HFEngine | Engine:

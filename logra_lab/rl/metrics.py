@@ -53,7 +53,7 @@ METRICS: dict[str, Metric] = {
     "kl_method": Metric("text", "estimator of KL(1), as named in the configuration"),
     "mismatch": Metric("nats/token", "running mismatch m of rollout and trainer"),
     "updates": Metric("mixed", "KL predicted and realised, alpha, clip share: one entry an update"),
-    "sync_bytes": Metric("bytes", "numbers of the thin update, in its wire type"),
+    "sync_bytes": Metric("bytes", "numbers of the thin updates of this step, in their wire type"),
     "skipped": Metric("text", "why the step changed nothing; null for a step that was taken"),
     "warnings": Metric("text", "list of warnings raised in this step"),
     "seconds_generate": Metric("s", "wall time of generation"),

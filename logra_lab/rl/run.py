@@ -21,7 +21,7 @@ from logra_lab.errors import InputError
 from logra_lab.optimizer import frobenius
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
-from logra_lab.rl.engines import make_engine
+from logra_lab.rl.engines import check_prompts, make_engine
 from logra_lab.rl.environment import peak_memory_mib
 from logra_lab.rl.evaluate import EvalResult, evaluate
 from logra_lab.rl.learners import make_learner
@@ -56,6 +56,8 @@ class Run:
     ) -> None:
         self.config, self.policy, self.scorer = config, policy, scorer
         self.train, self.held_out = train, held_out
+        if config.engine == "vllm":
+            check_prompts(policy, config, [*train.problems, *held_out.problems])
         self.learner = make_learner(policy, config)  # may wrap policy.model (LoRA)
         self.engine = make_engine(policy, config)
         self.publisher = Publisher(
@@ -154,7 +156,7 @@ class Run:
             record["updates"].append({name: record[name] for name in names})
             if report.update is not None:
                 record["warnings"] += self.publisher.publish(report.update)
-                record["sync_bytes"] = report.update.nbytes
+                record["sync_bytes"] = record.get("sync_bytes", 0) + report.update.nbytes
                 clock.lap("seconds_sync")
         return skipped
 

@@ -136,7 +136,10 @@ def test_a_bfloat16_copy_serves_the_cast_and_a_plain_one_does_not():
 
 def test_several_updates_of_a_batch_reach_the_engine_each_with_its_own_version():
     run = tiny_run(alternate, engine="hf", updates_per_batch=3)
-    assert run.one_step()["engine_version"] == 0
+    line = run.one_step()
+    assert line["engine_version"] == 0
+    rows = sum(w.shape[0] for w in run.learner.targets().values())
+    assert line["sync_bytes"] == 3 * rows * (run.config.rank + 1)
     assert run.engine.version == run.version == 3
     assert differing(run.engine, run.learner.targets()) == 0
 
@@ -182,6 +185,12 @@ def test_bytes_of_the_record_are_those_of_the_update():
 def test_configurations_that_cannot_be_synchronised_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         tiny_config(**settings)
+
+
+def test_a_prompt_too_long_for_vllm_is_refused_before_any_engine_starts():
+    """Prompts of sums have 8 or 9 ids; the engine's own refusal would come when one is drawn."""
+    with pytest.raises(InputError, match=r"a prompt of \d+ tokens, max_prompt_tokens is 3"):
+        tiny_run(engine="vllm", max_prompt_tokens=3)
 
 
 # --- the publisher ---------------------------------------------------------------------------

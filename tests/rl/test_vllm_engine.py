@@ -327,6 +327,17 @@ def test_logprobs_are_those_of_the_trainer_at_the_sampling_temperature(
         assert gaps(trainer, rollout, 1.0).mean() > 0.02
 
 
+def test_the_gap_does_not_trend_while_nothing_is_learned(pair):
+    """A8's standing metric: five updates of zero, float32, where rounding is below 1e-5 nats."""
+    engine, trainer = pair
+    seen = []
+    for _ in range(5):
+        engine.sync(trainer.step(0.0))
+        seen.append(gaps(trainer, engine.generate(prompts(8), names(8))).mean().item())
+    assert max(seen) < 1e-5
+    assert engine.version == 5
+
+
 def test_tokens_are_drawn_from_softmax_at_the_temperature(pair, monkeypatch):
     """Frequencies of 3000 first tokens: chi-square over the 61 ids at the 99.99 % point.
 
