@@ -20,6 +20,7 @@ from logra_lab.errors import InputError
 from logra_lab.kernels import require
 from logra_lab.kernels.apply import TYPES, widen
 from logra_lab.kernels.online import INF, LN2, excess, finite, join, log1p, moments, read
+from logra_lab.operators import apply
 
 KINDS = ("token", "variance", "realised")
 _NUMBERS = 1 << 21  # of a [rows, V] temporary of the derivatives: 8 MiB
@@ -300,21 +301,21 @@ def variance(
     z: Shaped[Tensor, "n V"], z_dot: Shaped[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
     """½ Var_p(ż/T) by `launch`, for autograd, forward mode, FakeTensorMode and torch.compile."""
-    return _Rows.apply(z, z_dot, None, float(temperature), "variance")[0]
+    return apply(_Rows, z, z_dot, None, float(temperature), "variance")[0]
 
 
 def realised(
     z_old: Shaped[Tensor, "n V"], z_new: Shaped[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
     """KL(p_old ‖ p_new), likewise."""
-    return _Rows.apply(z_old, z_new, None, float(temperature), "realised")[0]
+    return apply(_Rows, z_old, z_new, None, float(temperature), "realised")[0]
 
 
 def token(
     z: Shaped[Tensor, "n V"], labels: Int64[Tensor, "n"], temperature: float = 1.0
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
     """Log-probability of the labels, and entropy, likewise."""
-    _, logp, entropy = _Rows.apply(z, None, labels, float(temperature), "token")
+    _, logp, entropy = apply(_Rows, z, None, labels, float(temperature), "token")
     return logp, entropy
 
 
