@@ -48,14 +48,16 @@ def row_scale(
     """Row factors s with D = s[:, None] * S, for the already updated moment v of update t ≥ 1.
 
     A zero sketch gets finite factors and so a zero direction. Raises `NonFiniteSketch` naming
-    `name`, and `InputError` for an unknown variant. Cost: one read of S, no [d, r] temporary.
+    `name`, also for moments that are not finite, and `InputError` for an unknown variant or t < 1.
+    Cost: one read of S, no [d, r] temporary.
     """
-    _check(variant)
+    _check(variant, t)
     row_norm = torch.linalg.vector_norm(S, dim=1).double()
     norm = torch.linalg.vector_norm(row_norm)
+    root = (v.double() / (1 - beta2**t)).sqrt()
+    norm = norm + 0 * root.sum()  # nan where a moment is not finite, or negative
     if not torch.isfinite(norm):
         raise _not_finite(name, norm.item())
-    root = (v.double() / (1 - beta2**t)).sqrt()
     if variant == "plain":
         return (1 / (root + eps)).to(S.dtype)
     # In float64: 1/tiny of float32 must survive being squared.
@@ -82,7 +84,7 @@ def row_adam_(
     the layer, and `InputError`, with S as it was. Cost: three reads of S and one write; on CUDA,
     float32, the Triton kernel takes two reads and one write, and waits once for all layers.
     """
-    _check(variant)
+    _check(variant, t)
     if sum(layers.values()) != len(S):
         raise InputError(f"RowAdam: the layers have {sum(layers.values())} rows, S has {len(S)}")
     settings: dict[str, Any] = {"beta2": beta2, "eps": eps, "variant": variant}
@@ -119,13 +121,16 @@ def row_adam(
     return D, new_v
 
 
-def _check(variant: str) -> None:
+def _check(variant: str, t: int) -> None:
     if variant not in VARIANTS:
         raise InputError(f"RowAdam variant {variant!r} is unknown; expected one of {VARIANTS}")
+    if t < 1:
+        raise InputError(f"RowAdam: expected an update number t ≥ 1, got {t}")
 
 
 def _not_finite(name: str, norm: float) -> NonFiniteSketch:
     return NonFiniteSketch(
-        f"the sketch of {name} is not finite (norm {norm}): weights and state are "
-        "unchanged; look for inf or nan in the loss, or a learning signal that exploded"
+        f"the sketch of {name} is not finite (norm {norm}, which is nan for spoilt moments too): "
+        "weights and state are unchanged; look for inf or nan in the loss, or a learning signal "
+        "that exploded"
     )

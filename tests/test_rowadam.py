@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logra_lab.errors import InputError
-from logra_lab.rowadam import NonFiniteSketch, row_adam, row_moment, row_scale
+from logra_lab.rowadam import NonFiniteSketch, row_adam, row_adam_, row_moment, row_scale
 
 VARIANTS = ["plain", "norm_preserving"]
 
@@ -155,6 +155,24 @@ def test_non_finite_catches_an_update_made_of_nan_or_a_spoilt_moment(variant, ba
         row_adam(S, v, 2, variant=variant, name="layers.3.q_proj")
     torch.testing.assert_close(S, kept, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(v, old)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -100.0])
+def test_a_spoilt_moment_catches_an_update_made_of_nan(variant, bad):
+    """The root of v̂ is no finite number there, nor is what is divided by it."""
+    S, v = torch.ones(3, 4), torch.tensor([1.0, bad, 3.0])
+    with pytest.raises(NonFiniteSketch, match=r"layers\.3\.q_proj.*moments"):
+        row_adam_(S, v, {"layers.3.q_proj": 3}, 2, variant=variant)
+    assert torch.equal(S, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("t", [0, -1])
+def test_an_update_number_catches_a_division_by_zero(t):
+    S = torch.ones(3, 4)
+    with pytest.raises(InputError, match="t ≥ 1"):
+        row_adam_(S, torch.ones(3), {"a": 3}, t)
+    assert torch.equal(S, torch.ones(3, 4))
 
 
 def test_step_catches_a_moment_or_sketch_modified_in_place():
