@@ -124,10 +124,12 @@ def realised_kl(
         log_p = torch.log_softmax(_wide(old) / temperature, dim=-1)
         log_q = torch.log_softmax(_wide(new) / temperature, dim=-1)
         x = torch.where(log_p > -math.inf, log_q - log_p, math.inf)
-        p = log_p.exp()
-        # p_old e^x is p_new; from x = 40 nothing else shows beside it, and e^x may overflow. That
-        # includes an id that was masked before.
-        term = torch.where(x > 40, log_q.exp(), p * (torch.expm1(x) - x))
+        # Not 0: however unlikely an id is, an infinite x has to show.
+        p = log_p.exp().clamp_min(torch.finfo(log_p.dtype).tiny)
+        # p_old e^x is p_new; from x = 40 nothing else shows beside it, and e^x may overflow, also
+        # in the gradient. That includes an id that was masked before.
+        y = x.clamp_max(40)
+        term = torch.where(x > 40, log_q.exp(), p * (torch.expm1(y) - y))
         out.append(term.sum(-1))
     return torch.cat(out)
 

@@ -571,3 +571,23 @@ def test_masked_logits_catch_a_nan_from_an_id_of_probability_zero():
     torch.testing.assert_close(kl.variance_kl(masked, tangent), kl.variance_kl(z, dz))
     moved = torch.cat([z + dz, torch.full((5, 1), -torch.inf).double()], dim=1)
     torch.testing.assert_close(kl.realised_kl(masked, moved), kl.realised_kl(z, z + dz))
+
+
+def test_an_unlikely_id_catches_nan_where_it_is_newly_masked():
+    """e^−200 is 0 in float32; without the id's say the KL is infinite, however unlikely it was."""
+    old, new = torch.tensor([[0.0, -200.0, 1.0]]), torch.tensor([[0.0, -torch.inf, 1.0]])
+    assert kl.realised_kl(old, new).item() == torch.inf
+    assert kl.realised_kl(old, old).item() == 0
+
+
+def test_gradients_of_realised_kl_catch_nan_from_masked_and_from_revived_ids():
+    """By new logits q − p, by old ones p·(log p/q − KL): section 3 of the method, differentiated."""
+    old = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, -100.0, 1.0]], requires_grad=True)
+    new = torch.tensor([[0.5, -torch.inf, 1.0], [0.5, 0.0, 1.0]], requires_grad=True)
+    got = torch.autograd.grad(kl.realised_kl(old, new).sum(), (old, new))
+    log_p, log_q = (torch.log_softmax(x.detach().double(), -1) for x in (old, new))
+    p, q = log_p.exp(), log_q.exp()
+    gap = torch.where(p > 0, log_p - log_q, 0)
+    want = p * (gap - (p * gap).sum(-1, keepdim=True)), q - p
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-6)
