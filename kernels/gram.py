@@ -101,7 +101,8 @@ def launch(
     sums = torch.zeros(rank, rank, dtype=torch.int32, device=device)
     if columns:
         add(sums, key, columns, blocks)
-    return sums.to(dtype).mul_(1 / rank)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return sums.to(wide).mul_(1 / rank).to(dtype)
 
 
 def add(sums: Tensor, key: tuple[int, int], columns: int, blocks: tuple[int, int]) -> None:

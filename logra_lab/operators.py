@@ -130,10 +130,11 @@ def _gram(
         from logra_lab.kernels import gram as kernel  # needs Triton
 
         return kernel.launch(projection.key, k, rank, dtype, device)
-    gram = torch.zeros(rank, rank, dtype=dtype, device=device)
-    for _, block in projection.blocks(dtype, device):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gram = torch.zeros(rank, rank, dtype=wide, device=device)
+    for _, block in projection.blocks(wide, device):
         gram.addmm_(block, block.T)
-    return gram.mul_(1 / rank)
+    return gram.mul_(1 / rank).to(dtype)
 
 
 @_gram.register_fake

@@ -126,8 +126,9 @@ class Projection:
             normals = self._normals().to(device, dtype)[:, first:last]
             yield from ((cut, normals[:, cut]) for cut in cuts)
             return
-        whole = (first, last) == (0, self.k)
-        words = (self.words if whole else self.words_of(first, last)).to(device)
+        # Fake tensors (FakeTensorMode) neither meet the kept words nor become them.
+        kept = (first, last) == (0, self.k) and type(torch.empty(0)) is Tensor
+        words = (self.words if kept else self.words_of(first, last)).to(device)
         shift = torch.arange(31, -1, -1, dtype=torch.int32, device=device)[:, None]
         buffer = torch.empty(
             words.shape[0], 32, min(width, last - first), dtype=torch.int32, device=device

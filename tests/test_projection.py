@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from logra_lab.errors import InputError
 from logra_lab.philox import key_of, philox4x32
@@ -185,6 +186,24 @@ def test_units_catch_signs_that_are_not_exact_in_a_narrow_type(dtype):
     assert unit.dtype == dtype
     assert torch.equal(unit.double(), Projection("m", 70, 40).unit(torch.float64))
     assert torch.equal(unit.double().abs(), torch.ones(40, 70, dtype=torch.float64))
+
+
+def test_fake_tensors_catch_kept_signs_that_are_fake_or_met_by_fake_ones():
+    p = Projection("m", 40, 9)
+    with FakeTensorMode():
+        assert p.unit().shape == (9, 40)
+    assert torch.equal(p.unit(), Projection("m", 40, 9).unit())
+    with FakeTensorMode():
+        W = torch.empty(3, 40)
+        p.subtract_([(W, torch.empty(3, 9), None, None)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gram_catches_sums_in_a_narrow_type(dtype):
+    """Column sums beyond 2^8 and 2^11, over several blocks, and a diagonal beyond 65504."""
+    p = Projection("m", 70_000, 5)
+    integers = p.unit(torch.float64) @ p.unit(torch.float64).T
+    assert torch.equal(p.gram(dtype), (integers.float() * (1 / 5)).to(dtype))
 
 
 def test_unit_catches_a_cached_tensor_that_callers_can_modify():
