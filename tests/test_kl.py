@@ -581,7 +581,7 @@ def test_an_unlikely_id_catches_nan_where_it_is_newly_masked():
 
 
 def test_gradients_of_realised_kl_catch_nan_from_masked_and_from_revived_ids():
-    """By new logits q − p, by old ones p·(log p/q − KL): section 3 of the method, differentiated."""
+    """By new logits q − p, by old ones p·(log p/q − KL): the method, section 3."""
     old = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, -100.0, 1.0]], requires_grad=True)
     new = torch.tensor([[0.5, -torch.inf, 1.0], [0.5, 0.0, 1.0]], requires_grad=True)
     got = torch.autograd.grad(kl.realised_kl(old, new).sum(), (old, new))
