@@ -91,6 +91,7 @@ def variance_kl(
     z: Float[Tensor, "n V"], z_dot: Float[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
     """½ Var_p(ż/T) at each position, centred before squaring; p = softmax(z/T)."""
+    _check_inputs(z, z_dot, z.shape, temperature)
     if _by_kernel(z, z_dot):
         from logra_lab.kernels import kl as kernel  # needs Triton
 
@@ -114,6 +115,7 @@ def realised_kl(
     Summed as p_old·(e^x − 1 − x) with x = log p_new − log p_old: the same value, since the first
     two terms add to zero, but no term is negative and rounding enters at second order.
     """
+    _check_inputs(z_old, z_new, z_old.shape, temperature)
     if _by_kernel(z_old, z_new):
         from logra_lab.kernels import kl as kernel  # needs Triton
 
@@ -138,6 +140,7 @@ def logprob_entropy(
     z: Float[Tensor, "n V"], labels: Int64[Tensor, "n"], temperature: float = 1.0
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
     """log p of each label and the entropy of p = softmax(z/T), in nats; differentiable."""
+    _check_inputs(z, labels, z.shape[:-1], temperature)
     if _by_kernel(z):
         from logra_lab.kernels import kl as kernel  # needs Triton
 
@@ -375,6 +378,17 @@ def _check_rows(z: Tensor) -> None:
             f"a probe's forward returned logits of shape {list(z.shape)}: expected [positions, V], "
             "rows of generated tokens only; pick them, or flatten with logits.flatten(0, 1)"
         )
+
+
+def _check_inputs(z: Tensor, other: Tensor, expected: torch.Size, temperature: float) -> None:
+    """torch would broadcast one row to all, and gather for as many rows as there are labels."""
+    if other.shape != expected:
+        raise InputError(
+            f"for logits {list(z.shape)} expected a second tensor {list(expected)}, "
+            f"got {list(other.shape)}"
+        )
+    if not 0 < temperature < math.inf:
+        raise InputError(f"KL, log-probability: expected a temperature > 0, got {temperature}")
 
 
 def _by_kernel(*logits: Tensor) -> bool:

@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 import torch.nn.functional as F
@@ -591,3 +592,25 @@ def test_gradients_of_realised_kl_catch_nan_from_masked_and_from_revived_ids():
     want = p * (gap - (p * gap).sum(-1, keepdim=True)), q - p
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+def test_temperatures_catch_a_measure_of_another_policy(temperature):
+    z, labels = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
+    calls = (kl.variance_kl, z), (kl.realised_kl, z), (kl.logprob_entropy, labels)
+    for function, other in calls:
+        with pytest.raises(InputError, match="temperature > 0"):
+            function(z, other, temperature)
+
+
+def test_shapes_catch_rows_that_torch_would_broadcast_or_leave_out(monkeypatch):
+    """Without the tests' own checks of shapes, as in a run."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    z = torch.zeros(3, 5)
+    wrong = [
+        (f, z[cut]) for f in (kl.variance_kl, kl.realised_kl) for cut in (slice(1), (..., [0]))
+    ]
+    wrong += [(kl.logprob_entropy, torch.zeros(n, dtype=torch.int64)) for n in (2, 4)]
+    for function, other in wrong:
+        with pytest.raises(InputError, match=r"for logits \[3, 5\]"):
+            function(z, other)
