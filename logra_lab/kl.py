@@ -125,7 +125,7 @@ def realised_kl(
     for old, new in zip(z_old.split(cut), z_new.split(cut), strict=True):
         log_p = torch.log_softmax(_wide(old) / temperature, dim=-1)
         log_q = torch.log_softmax(_wide(new) / temperature, dim=-1)
-        x = torch.where(log_p > -math.inf, log_q - log_p, math.inf)
+        x = torch.where(log_p == -math.inf, math.inf, log_q - log_p)
         # Not 0: however unlikely an id is, an infinite x has to show.
         p = log_p.exp().clamp_min(torch.finfo(log_p.dtype).tiny)
         # p_old e^x is p_new; from x = 40 nothing else shows beside it, and e^x may overflow, also

@@ -614,3 +614,15 @@ def test_shapes_catch_rows_that_torch_would_broadcast_or_leave_out(monkeypatch):
     for function, other in wrong:
         with pytest.raises(InputError, match=r"for logits \[3, 5\]"):
             function(z, other)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+def test_a_policy_that_is_none_catches_a_realised_kl_that_looks_finite(bad):
+    """A row with nan or inf, or with every id masked, has no softmax."""
+    z = torch.zeros(2, 3)
+    spoilt = z.clone()
+    spoilt[1] = torch.tensor([0.0, bad, 1.0]) if bad is not None else -math.inf
+    for old, new in ((spoilt, z), (z, spoilt)):
+        got = kl.realised_kl(old, new)
+        assert got[0] == 0
+        assert math.isnan(got[1])
