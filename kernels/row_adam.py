@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from logra_lab.errors import InputError
 from logra_lab.kernels import require
@@ -218,10 +219,12 @@ def row_adam(
     eps: float = 1e-8,
     variant: str = "norm_preserving",
 ) -> tuple[Float32[Tensor, "d"], Float[Tensor, "layers"]]:
-    """`launch` for FakeTensorMode and torch.compile. An update has no derivative: no tangent or
-    gradient goes through it, and a KL probe comes after it."""
+    """`launch` for FakeTensorMode and torch.compile. An update has no derivative: a tangent or a
+    gradient is refused (`InputError`), and a KL probe comes after it."""
     if torch.is_grad_enabled() and (S.requires_grad or v.requires_grad):
         raise InputError("kernel row_adam: S or v requires a gradient: an update has none")
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (S, v)):
+        raise InputError("kernel row_adam: S or v has a tangent: an update has none")
     return torch.ops.logra_lab.row_adam(S, v, list(sizes), t, beta2, eps, variant)
 
 

@@ -6,6 +6,7 @@ import runpy
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from logra_lab import rowadam
 from logra_lab.errors import InputError
@@ -319,6 +320,22 @@ def test_a_gradient_that_would_be_lost_is_refused():
     S = torch.zeros(2, 3, requires_grad=True)
     with pytest.raises(InputError, match="an update has none"):
         row_adam.row_adam(S, torch.zeros(2), [2], 1)
+
+
+@pytest.mark.parametrize("which", ["S", "v"])
+def test_a_tangent_that_would_stay_that_of_the_old_sketch_is_refused(which):
+    S, v = torch.ones(2, 3), torch.ones(2)
+
+    def step(x):
+        moved = {"S": S, "v": v, which: x * 1}
+        row_adam.row_adam(moved["S"], moved["v"], [2], 1)
+        return moved["S"]
+
+    x = {"S": S, "v": v}[which]
+    with pytest.raises(InputError, match="an update has none"):
+        torch.func.jvp(step, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(InputError, match="an update has none"):
+        step(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 WRONG = {
