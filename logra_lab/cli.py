@@ -64,11 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="post-train a policy")
     train.add_argument("--preset", default="laptop", help="sizes (default: %(default)s)")
     train.add_argument("--policy", metavar="NAME", help="small, smollm2, a folder, or a hub id")
-    train.add_argument("--run-dir", type=Path, metavar="DIR", help="records and checkpoints")
+    train.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="records and checkpoints (default: runs/train-PRESET)",
+    )
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="FIELD=VALUE",
-        help="a field of the training configuration; may be repeated",
+        help="a setting of logra_lab/rl/config.py, null for none; may be repeated",
     )  # fmt: skip
     train.set_defaults(command=_train)
 

@@ -21,7 +21,7 @@ from logra_lab.projection import canonical_path
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_adam_
 from logra_lab.sketch import TARGETS, Sketch
 from logra_lab.sync.update import Slot, ThinUpdate, apply
-from logra_lab.sync.wire import ThinLayer
+from logra_lab.sync.wire import WIRES, ThinLayer
 
 _SAFE_RANK = int((1.05**2 - 1) * 4 * 63.5**2)  # see `LoGRA._as_sent`
 
@@ -91,7 +91,8 @@ class LoGRA:
         refresh: redraw A after each update (default), or keep the draw 0.
         update_ratio: ρ, the proposed ‖update‖ over ‖weights‖, all targets together.
         beta2, eps, variant: see `rowadam`. control: see `KLControl`.
-        wire: the type in which U is applied here and sent: ``int8`` (default), ``float32``.
+        wire: the type in which U is applied here and sent: ``int8`` (default), or a float
+            type for studies; see `sync.wire.WIRES`.
 
     Raises `InputError` for what `Sketch` refuses and for weights below float32 (a step is far
     smaller than half a unit in the last place of bfloat16, and would be lost).
@@ -116,6 +117,8 @@ class LoGRA:
         control: KLControl | None = None,
         wire: str = "int8",
     ) -> None:
+        if wire not in WIRES:
+            raise InputError(f"wire {wire!r} is unknown: expected one of {list(WIRES)}")
         if wire == "int8" and projection != "sign":
             raise InputError(
                 f"projection {projection!r} has no exact sums: choose wire='float32' (int8 goes "

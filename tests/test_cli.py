@@ -177,7 +177,7 @@ def test_verify_says_whole_or_names_the_file(capsys, journal):
     path = journal.folder / "00000003.thin"
     data = path.read_bytes()
     for damage, said in [
-        (data[:-1] + bytes([data[-1] ^ 1]), "a byte has changed"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "byte has changed"),
         (data[:-1], "the journal is whole up to version 2"),
     ]:
         path.write_bytes(damage)

@@ -1,6 +1,7 @@
 """What a training run is made of: one flat, checked table that a notebook, the command line and
 the manifest share. Unknown names are refused; defaults are those of the contract."""
 
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -60,7 +61,8 @@ class TrainConfig(BaseModel):
     serving_dtype: Literal["float32", "bfloat16"] = "float32"
     receiver: Literal["exact", "plain"] = "exact"
     max_prompt_tokens: int = Field(512, ge=1)  # vLLM reserves room for the longest request
-    journal_every: int = Field(0, ge=0)  # updates between bases of the journal; 0: no journal
+    # The journal keeps a base and at most so many updates after it, then begins anew; 0: none.
+    journal_every: int = Field(0, ge=0)
 
     # How it is computed.
     microbatch_tokens: int = Field(2048, ge=1)  # padded, of one forward and backward
@@ -116,8 +118,16 @@ def make_config(**settings: Any) -> TrainConfig:
     try:
         return TrainConfig(**settings)
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}"
-            for e in error.errors(include_url=False)
-        ]
+        wrong = [_worded(e["loc"], e["type"], e["msg"]) for e in error.errors(include_url=False)]
         raise InputError("training configuration: " + "; ".join(wrong)) from None
+
+
+def _worded(place: tuple[Any, ...], kind: str, message: str) -> str:
+    """A line of pydantic's in the words of a user."""
+    name = ".".join(map(str, place))
+    if kind == "extra_forbidden":
+        near = get_close_matches(name, TrainConfig.model_fields, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "see logra_lab/rl/config.py"
+        return f"{name!r} is no setting; {hint}"
+    text = message.removeprefix("Value error, ")
+    return f"{name}: {text}" if name else text

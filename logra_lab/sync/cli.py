@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -21,13 +22,18 @@ from logra_lab.sync.update import ThinUpdate
 from logra_lab.sync.wire import payload_bytes
 
 
+def _console() -> Console:
+    """Wide enough for its tables where no terminal says how wide it is."""
+    return Console() if sys.stdout.isatty() else Console(width=120, no_color=True, highlight=False)
+
+
 def inspect(path: Path, *, layers: bool = False) -> None:
     """Print what a journal or one of its files holds, and its bytes beside the closed form and
     beside all targets in bfloat16. Of a journal headers are read, of a file everything.
 
     Raises `InputError` for a path that is neither, and what `Journal.open` raises.
     """
-    console = Console()
+    console = _console()
     if path.is_dir():
         journal = Journal.open(path)
         entries, shapes = list(journal.contents.bases.values()), journal.contents.shapes
@@ -61,7 +67,7 @@ def verify(folder: Path, *, policy: str | None = None) -> None:
         raise TornFile(f"{'; '.join(journal.dropped)}; the journal is whole up to version {last}")
     if policy is not None:
         _check_policy(journal, policy)
-    console = Console()
+    console = _console()
     count = len(journal.contents.bases) + len(journal.contents.updates)
     fits = "" if policy is None else f", fits {policy}"
     console.print(

@@ -231,7 +231,7 @@ def check_shapes(found: Shapes, expected: Shapes, where: str) -> None:
         )
 
 
-_RESTORE = "a byte has changed: restore the file, or start a journal anew"
+_RESTORE = "restore the file (a byte has changed), or start a journal anew"
 
 
 def _damage(path: Path, error: PayloadError) -> PayloadError:

@@ -192,6 +192,6 @@ def _file_digest(file: BinaryIO, place: slice) -> "hashlib._Hash":
 def _compare(expected: bytes | bytearray, digest: "hashlib._Hash") -> None:
     if bytes(expected) != digest.hexdigest().encode():
         raise DigestMismatch(
-            f"SHA-256 is {digest.hexdigest()[:16]}…, expected {bytes(expected[:16])!r}…: some byte "
-            "has changed; get the payload again"
+            f"SHA-256 is {digest.hexdigest()[:16]}…, expected {expected[:16].decode('latin1')!r}…: "
+            "some byte has changed; get it again"
         )

@@ -63,7 +63,8 @@ def round_factor(
             span = slice(row, min(row + step, layer.d))
             place = slice(start + span.start, start + span.stop)
             u = U[place].to(torch.float64, copy=True).mul_(1 / math.sqrt(U.shape[1]))
-            if not (u.abs() <= largest).all():  # nor is nan
+            peak = u.abs().amax(dim=1)
+            if not (peak <= largest).all():  # nor is nan
                 raise InputError(
                     f"the factor of layer {layer.name!r} is not finite, or too large for {wire}"
                 )
@@ -71,7 +72,7 @@ def round_factor(
                 values[place] = u
             else:
                 text = f"{stream}:{layer.name}"
-                values[place], exponents[place] = _stochastic(u, text, span)
+                values[place], exponents[place] = _stochastic(u, peak, text, span)
         start += layer.d
     return values, exponents
 
@@ -82,9 +83,11 @@ def payload_bytes(shapes: Iterable[tuple[int, int]], rank: int, wire: str = "int
     return size * sum(d for d, _ in shapes)
 
 
-def _stochastic(u: Tensor, text: str, rows: slice) -> tuple[Int8[Tensor, "n r"], Int8[Tensor, "n"]]:
+def _stochastic(
+    u: Tensor, peak: Tensor, text: str, rows: slice
+) -> tuple[Int8[Tensor, "n r"], Int8[Tensor, "n"]]:
     """floor(u/2^e + w/2³²) in float64, where u/2^e is exact; e smallest with max|u| ≤ 127·2^e."""
-    mantissa, e = torch.frexp(u.abs().amax(dim=1))  # the peak is mantissa·2^e, mantissa in [½, 1)
+    mantissa, e = torch.frexp(peak)  # the peak is mantissa·2^e, mantissa in [½, 1)
     e = torch.where(mantissa <= 127 / 128, e - 7, e - 6)
     e = torch.where(mantissa == 0, MIN_EXPONENT, e).clamp_min(MIN_EXPONENT)
     if int(e.max()) > MAX_EXPONENT:
