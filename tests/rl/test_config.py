@@ -13,7 +13,7 @@ from logra_lab.rl.loop import preset_config
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stepz": 3}, "stepz: Extra inputs are not permitted"),
+        ({"stepz": 3}, "'stepz' is no setting; did you mean 'steps'"),
         ({"rank": 0}, "rank: Input should be greater than or equal to 1"),
         ({"rank": True}, "rank is True"),
         ({"temperature": True}, "temperature is True"),

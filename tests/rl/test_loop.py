@@ -397,7 +397,7 @@ def test_train_prints_what_was_evaluated_and_where_it_is(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--set", "stepz=3"], "stepz: Extra inputs are not permitted"),
+        (["--set", "stepz=3"], "'stepz' is no setting; did you mean 'steps'"),
         (["--set", "rank=0"], "rank: Input should be greater than or equal to 1"),
         (["--set", "rank=1000"], "rank 1000 does not fit layer 'model.layers.0"),
         (["--set", "rank=1000", "--set", "method=lora"], "rank 1000 does not fit layer"),
