@@ -3,6 +3,7 @@
 import runpy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,7 +224,8 @@ def test_the_backward_of_the_sketch_accumulates_by_the_kernel(interpreted, by_ke
     """The hook's own function: its H is what `torch.autograd` hands to a backward of the layer."""
     S, H, P = draw(10, 6, 3, dtype)
     out = S.clone()
-    context = _Context(P, out)
+    # What it reads of its context; of a class that the interpreter's process can import.
+    context = SimpleNamespace(saved_tensors=(P,), S=out)
     interpreted(_Accumulate.backward, context, H)
     close(out, S, H, P)
     assert by_kernel() == 1
@@ -241,13 +243,6 @@ def test_the_torch_path_of_the_sketch_gives_the_same(monkeypatch):
     monkeypatch.setenv("LOGRA_LAB_KERNELS", "triton")
     with pytest.raises(InputError, match="cannot run on 'cpu'"):
         y.backward(H)
-
-
-class _Context:
-    """What `_Accumulate.backward` reads of its context."""
-
-    def __init__(self, P, S):
-        self.saved_tensors, self.S = (P,), S
 
 
 # --- what does not fit ---
