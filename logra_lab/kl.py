@@ -194,7 +194,7 @@ def predict(
         else:
             try:
                 result = _forward_mode(sketch, factor, chunks, temperature)
-            except (NotImplementedError, RuntimeError) as error:
+            except RuntimeError as error:  # NotImplementedError is one
                 text = str(error).lower()
                 unsupported = any(word in text for word in _NO_FORWARD_MODE)
                 if method == "jvp" or not unsupported:
