@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,30 +25,24 @@ SMOKE, LAPTOP = preset("smoke"), preset("laptop")
 METHODS = ("LoGRA", "Adam", "LoRA")
 
 
-def recorded(smoke_course: tuple[int, Path], name: str) -> dict[str, Any]:
-    record = json.loads((smoke_course[1] / "records" / f"{name}.json").read_text())
-    assert record["run"]["status"] == "passed", record["run"]["reason"]
-    return record["numbers"]
+@pytest.fixture(scope="session")
+def one_matrix(recorded: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return recorded("01_one_matrix")
 
 
 @pytest.fixture(scope="session")
-def one_matrix(smoke_course: tuple[int, Path]) -> dict[str, Any]:
-    return recorded(smoke_course, "01_one_matrix")
+def kernels(recorded: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return recorded("04_kernels")
 
 
 @pytest.fixture(scope="session")
-def kernels(smoke_course: tuple[int, Path]) -> dict[str, Any]:
-    return recorded(smoke_course, "04_kernels")
+def sync(recorded: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return recorded("05_sync")
 
 
 @pytest.fixture(scope="session")
-def sync(smoke_course: tuple[int, Path]) -> dict[str, Any]:
-    return recorded(smoke_course, "05_sync")
-
-
-@pytest.fixture(scope="session")
-def ppo(smoke_course: tuple[int, Path]) -> dict[str, Any]:
-    return recorded(smoke_course, "07_ppo")
+def ppo(recorded: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return recorded("07_ppo")
 
 
 def test_the_default_layer_is_the_one_whose_gradient_takes_64_mib_and_its_sketch_1_mib() -> None:
