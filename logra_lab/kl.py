@@ -180,6 +180,9 @@ def predict(
         method: ``jvp`` (exact; needs ops with a forward-mode rule, so attention runs on its math
             path), ``fd`` (works with every kernel), ``auto`` (jvp, else fd with one warning).
 
+    Over ranks each gives its positions and all get the mean over all; every rank has to give the
+    same number of forwards, of which some may return no position.
+
     Raises `ProbeError` when the tangent is zero although the factor is not. The sketch and the
     weights are untouched; `BadPrediction` when there are no positions. Cost: jvp about two
     forwards; fd two where the policy is smooth at the step and four elsewhere, and more while
@@ -207,7 +210,7 @@ def predict(
                 result = _finite_difference(sketch, factor, chunks, temperature, hint)
     if result.tokens == 0:
         raise BadPrediction("`forwards` return no position: the probe needs generated tokens")
-    if result.kl == 0 and bool(factor.any()):
+    if result.kl == 0 and sketch.ranks.totals(factor.any().item())[0]:
         raise ProbeError(
             f"the {result.method} probe sees no change of the logits although the update is not "
             "zero: an operation drops tangents, or `forwards` bypass the sketched model"
@@ -232,7 +235,8 @@ def _forward_mode(
         total += variance_kl(z, z_dot, temperature).sum(dtype=torch.float64).item()
         tokens += z.shape[0]
         logits.append(z)
-    return Prediction(total / max(tokens, 1), tokens, "jvp", logits)
+    total, everywhere = sketch.ranks.totals(total, tokens)
+    return Prediction(total / max(everywhere, 1), int(everywhere), "jvp", logits)
 
 
 def _finite_difference(
@@ -250,6 +254,7 @@ def _finite_difference(
             _check_rows(plus)
             with perturbed(sketch, factor, -h):
                 minus = forward()
+            target = _FD_TARGET[plus.dtype]
             if plus.shape[0] == 0:
                 continue
             # p at the midpoint differs from p at 0 by O(h²), as the difference itself does
@@ -258,8 +263,10 @@ def _finite_difference(
             total += kl.sum(dtype=torch.float64).item() / (2 * h) ** 2
             spread += _wide(middle).var(dim=-1).sum().item()
             tokens += plus.shape[0]
-            target = _FD_TARGET[plus.dtype]
-        return total / max(tokens, 1), math.sqrt(spread / max(tokens, 1)), tokens, target
+        # what follows is decided by sums over all ranks, so that all run as many forwards
+        total, spread, everywhere = sketch.ranks.totals(total, spread, tokens)
+        count = max(everywhere, 1)
+        return total / count, math.sqrt(spread / count), int(everywhere), target
 
     h, smooth = hint or (0.1, False)
     kl, spread, tokens, target = run(h)
@@ -330,10 +337,9 @@ def perturbed(sketch: Sketch, factor: Tensor, t: Tensor | float) -> Iterator[Non
     """
 
     def hook(layer: Layer):  # type: ignore[no-untyped-def]
-        U = factor[layer.rows]
-
         def perturb(module, args, kwargs, y):  # type: ignore[no-untyped-def]
             x = args[0] if args else kwargs["input"]
+            U = sketch.ranks.gather(factor[layer.rows], layer.d)
             with torch.autocast(y.device.type, enabled=False):
                 P = layer.site.project(x, y.dtype, layer.path)
                 return _Moved.apply(y, P, U.to(y.dtype), t)

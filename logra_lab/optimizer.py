@@ -18,6 +18,7 @@ from logra_lab import kl
 from logra_lab.errors import InputError, LograError
 from logra_lab.philox import SCHEME_VERSION
 from logra_lab.projection import canonical_path
+from logra_lab.ranks import ALONE, Ranks
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_adam_
 from logra_lab.sketch import TARGETS, Sketch
 from logra_lab.sync.update import Slot, ThinUpdate, apply
@@ -93,11 +94,12 @@ class LoGRA:
         beta2, eps, variant: see `rowadam`. control: see `KLControl`.
         wire: the type in which U is applied here and sent: ``int8`` (default), or a float
             type for studies; see `sync.wire.WIRES`.
+        ranks: who else holds rows of the targets, see `Sketch`; then every method is a collective.
 
     Raises `InputError` for what `Sketch` refuses and for weights below float32 (a step is far
     smaller than half a unit in the last place of bfloat16, and would be lost).
     Memory: Σd·r sketch numbers, which become D and U in place, their int8 image while a step is
-    applied, and Σd moments.
+    applied, and Σd moments. Over ranks each holds its rows, and all the int8 image.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class LoGRA:
         variant: str = "norm_preserving",
         control: KLControl | None = None,
         wire: str = "int8",
+        ranks: Ranks = ALONE,
     ) -> None:
         if wire not in WIRES:
             raise InputError(f"wire {wire!r} is unknown: expected one of {list(WIRES)}")
@@ -144,6 +147,7 @@ class LoGRA:
             targets=targets,
             share_inputs=share_inputs,
             projection=projection,
+            ranks=ranks,
         )
         for path, layer in self.sketch.layers.items():
             if layer.module.weight.dtype not in (torch.float32, torch.float64):
@@ -227,8 +231,9 @@ class LoGRA:
     def slots(self) -> list[Slot]:
         """Where an update goes: the target weights, under the names that updates use."""
         return [
-            Slot.whole(canonical_path(path), layer.module.weight.data)
+            Slot(canonical_path(path), layer.weight, layer.held, slice(0, layer.site.k))
             for path, layer in self.sketch.layers.items()
+            if len(layer.weight)
         ]
 
     def _as_sent(self, D: Tensor) -> Tensor:
@@ -241,30 +246,30 @@ class LoGRA:
         if self.wire != "int8" or self.sketch.rank <= _SAFE_RANK:
             return D
         update = self._round(D)
-        rounded = torch.cat([update.factor(x.name, dtype=D.dtype) for x in update.layers])
-        rounded.mul_(math.sqrt(self.sketch.rank))
-        return rounded if abs(frobenius(rounded) / frobenius(D) - 1) > 0.05 else D
+        layers = self.sketch.layers.values()
+        parts = [update.factor(canonical_path(x.path), x.held, D.dtype) for x in layers]
+        rounded = torch.cat(parts).mul_(math.sqrt(self.sketch.rank))
+        before, after = (
+            math.sqrt(x) for x in self.sketch.ranks.totals(_square(D), _square(rounded))
+        )
+        return rounded if abs(after / before - 1) > 0.05 else D
 
     def _round(self, U: Tensor) -> ThinUpdate:
+        """The update of factor U, of which this rank rounds its rows and gets the others'."""
         sketch = self.sketch
-        layers = [
-            ThinLayer(
-                canonical_path(path),
-                d=layer.S.shape[0],
-                k=layer.site.k,
-                site=canonical_path(layer.site.path),
-            )
-            for path, layer in sketch.layers.items()
-        ]
         return ThinUpdate.round(
             U,
-            layers,
+            [
+                ThinLayer(canonical_path(x.path), x.d, x.site.k, canonical_path(x.site.path))
+                for x in sketch.layers.values()
+            ],
             run=self.run,
             base=self.t,
             seed=sketch.seed,
             draw=self.draw,
             wire=self.wire,
             kind=sketch.kind,
+            ranks=sketch.ranks,
         )
 
     def _propose(self, t: int) -> tuple[float, float, float, Tensor]:
@@ -273,12 +278,18 @@ class LoGRA:
         √Σ‖D_l A_l‖² comes from the r × r Gram matrices, so no D A is formed.
         """
         sketch = self.sketch
-        sketch_norm = frobenius(sketch.flat)
+        sketch.settle()
+        sketch_norm = math.sqrt(self.sketch.ranks.totals(_square(sketch.flat))[0])
         if sketch_norm == 0:
             raise ZeroSketch("the sketch is zero in every layer: no gradient arrived")
         D = sketch.flat
         rows = {f"layer {path!r}": len(layer.S) for path, layer in sketch.layers.items()}
-        settings: dict[str, Any] = {"beta2": self.beta2, "eps": self.eps, "variant": self.variant}
+        settings: dict[str, Any] = {
+            "beta2": self.beta2,
+            "eps": self.eps,
+            "variant": self.variant,
+            "ranks": sketch.ranks,
+        }
         v = row_adam_(D, self.v, rows, t, **settings)  # in the sketch's own memory
         update, weight = 0.0, 0.0
         for site in sketch.sites:
@@ -287,9 +298,10 @@ class LoGRA:
             for path in site.readers:
                 layer = sketch.layers[path]
                 DtD.addmm_(D[layer.rows].T, D[layer.rows])
-                weight += frobenius(layer.module.weight) ** 2
+                weight += _square(layer.weight)
             gram = site.projection.gram(D.dtype, D.device)
             update += torch.sum(gram.mul_(DtD), dtype=torch.float64).item()
+        update, weight = self.sketch.ranks.totals(update, weight)
         if not (math.isfinite(update) and math.isfinite(weight)):
             raise NonFiniteSketch(f"the update has norm² {update}, the weights {weight}")
         if update <= 0 or weight <= 0:
@@ -307,7 +319,9 @@ class LoGRA:
             kl.realised_kl(old, new, temperature)
             for old, new in zip(before, self._logits(probe), strict=True)
         ]
-        return torch.cat(values).double().mean().item()
+        seen = torch.cat(values).double()
+        total, count = self.sketch.ranks.totals(seen.sum().item(), len(seen))
+        return total / count
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values; with the weights, all that a resumed run needs."""
@@ -345,7 +359,7 @@ class LoGRA:
     def _identity(self) -> dict[str, Any]:
         sketch = self.sketch
         return {
-            "layers": [f"{path}:{layer.S.shape[0]}" for path, layer in sketch.layers.items()],
+            "layers": [f"{path}:{layer.d}" for path, layer in sketch.layers.items()],
             "sites": [site.path for site in sketch.sites],
             "scheme": SCHEME_VERSION,
             "rank": sketch.rank,
@@ -360,7 +374,11 @@ class LoGRA:
 def frobenius(matrix: Float[Tensor, "d *k"]) -> float:
     """‖matrix‖ from row norms added in float64: over all entries at once, torch's float32 sum is
     off by 6e-4 at 4096 × 4096 (2.13, CPU). Cost: one read, no [d, k] temporary."""
-    return torch.linalg.vector_norm(matrix.flatten(1), dim=1).double().square().sum().sqrt().item()
+    return math.sqrt(_square(matrix))
+
+
+def _square(matrix: Float[Tensor, "d *k"]) -> float:
+    return torch.linalg.vector_norm(matrix.flatten(1), dim=1).double().square().sum().item()
 
 
 def _short(value: Any) -> str:

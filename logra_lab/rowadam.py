@@ -19,6 +19,7 @@ from torch import Tensor
 
 from logra_lab import kernels
 from logra_lab.errors import InputError, LograError
+from logra_lab.ranks import ALONE, Ranks
 
 VARIANTS = ("norm_preserving", "plain")
 
@@ -35,37 +36,50 @@ def row_moment(
     return torch.lerp(mean_square, v, beta2)
 
 
-def row_scale(
+def row_scales(
     v: Float[Tensor, "d"],
     S: Float[Tensor, "d r"],
+    layers: Mapping[str, int],
     t: int,
     *,
     beta2: float = 0.95,
     eps: float = 1e-8,
     variant: str = "norm_preserving",
-    name: str = "layer",
+    ranks: Ranks = ALONE,
 ) -> Float[Tensor, "d"]:
-    """Row factors s with D = s[:, None] * S, for the already updated moment v of update t ≥ 1.
+    """Row factors s with D = s[:, None] * S, for the already updated moments v of update t ≥ 1.
 
-    A zero sketch gets finite factors and so a zero direction. Raises `NonFiniteSketch` naming
-    `name`, also for moments that are not finite, and `InputError` for an unknown variant or t < 1.
-    Cost: one read of S, no [d, r] temporary.
+    `layers` maps the name of each to its rows, in the order of S; `ranks` say who holds the others
+    (a layer may have no row here). A zero sketch gets finite factors and so a zero direction.
+    Raises `NonFiniteSketch` naming the layer, on every rank, also for moments that are not finite,
+    and `InputError` for an unknown variant or t < 1. Cost: one read of S, no [d, r] temporary; over
+    ranks, sums of three and of two numbers a layer.
     """
     _check(variant, t)
-    row_norm = torch.linalg.vector_norm(S, dim=1).double()
-    norm = torch.linalg.vector_norm(row_norm)
+    row_square = torch.linalg.vector_norm(S, dim=1).double().square()
     root = (v.double() / (1 - beta2**t)).sqrt()
-    norm = norm + 0 * root.sum()  # nan where a moment is not finite, or negative
-    if not torch.isfinite(norm):
-        raise _not_finite(name, norm.item())
+    sizes = torch.tensor(list(layers.values()), device=S.device)
+    layer_of = torch.arange(len(sizes), device=S.device).repeat_interleave(sizes)
+
+    def by_layer(*rows: Tensor) -> Tensor:
+        sums = torch.zeros(len(rows), len(sizes), dtype=torch.float64, device=S.device)
+        return ranks.sum(sums.index_add_(1, layer_of, torch.stack(rows)))
+
+    square, roots, count = by_layer(row_square, root, torch.ones_like(root))
+    norm = square.sqrt() + 0 * roots  # nan where a moment is not finite, or negative
+    for name, value in zip(layers, norm.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise _not_finite(name, value)
     if variant == "plain":
         return (1 / (root + eps)).to(S.dtype)
     # In float64: 1/tiny of float32 must survive being squared.
     tiny = torch.finfo(torch.float32).tiny
-    s = 1 / (root + (eps * root.mean()).clamp_min(tiny))
-    s = s / s.square().mean().sqrt()
-    new_norm = torch.linalg.vector_norm(s * row_norm)
-    return (s * (norm / new_norm if new_norm > 0 else 1.0)).to(S.dtype)
+    s = 1 / (root + (eps * roots / count).clamp_min(tiny)[layer_of])
+    scale_square, new_square = by_layer(s.square(), s.square() * row_square)
+    rms = (scale_square / count).sqrt()
+    new_norm = new_square.sqrt() / rms
+    factor = torch.where(new_norm > 0, norm / new_norm, 1.0) / rms
+    return (s * factor[layer_of]).to(S.dtype)
 
 
 def row_adam_(
@@ -77,10 +91,11 @@ def row_adam_(
     beta2: float = 0.95,
     eps: float = 1e-8,
     variant: str = "norm_preserving",
+    ranks: Ranks = ALONE,
 ) -> Float[Tensor, "d"]:
     """One RowAdam step on the sketches of many layers, S ← D in place; returns the new v.
 
-    `layers` maps the name of each to its rows, in the order of S. Raises `NonFiniteSketch` naming
+    `layers`, `ranks`: see `row_scales`. Raises `NonFiniteSketch` naming
     the layer, and `InputError`, with S as it was. Cost: three reads of S and one write; on CUDA,
     float32, the Triton kernel takes two reads and one write, and waits once for all layers.
     """
@@ -88,7 +103,7 @@ def row_adam_(
     if sum(layers.values()) != len(S):
         raise InputError(f"RowAdam: the layers have {sum(layers.values())} rows, S has {len(S)}")
     settings: dict[str, Any] = {"beta2": beta2, "eps": eps, "variant": variant}
-    if S.dtype == torch.float32 and kernels.backend(S.device) == "triton":
+    if S.dtype == torch.float32 and ranks.size == 1 and kernels.backend(S.device) == "triton":
         from logra_lab.kernels import row_adam as kernel  # needs Triton
 
         new_v, norms = kernel.row_adam(S, v, list(layers.values()), t, **settings)
@@ -97,11 +112,8 @@ def row_adam_(
                 raise _not_finite(name, norm)
         return new_v
     new_v = row_moment(v, S, beta2)
-    sizes = list(layers.values())
-    parts = zip(layers, new_v.split(sizes), S.split(sizes), strict=True)
-    scales = [row_scale(w, part, t, name=name, **settings) for name, w, part in parts]
-    if scales:
-        S.mul_(torch.cat(scales)[:, None])
+    if layers:
+        S.mul_(row_scales(new_v, S, layers, t, ranks=ranks, **settings)[:, None])
     return new_v
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from logra_lab import kernels
 from logra_lab.errors import InputError
 from logra_lab.projection import Projection, canonical_path
+from logra_lab.ranks import ALONE, Arriving, Ranks, local
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Siblings that read one activation share one A and one P (4 saved projections a block, not 7).
@@ -52,13 +53,55 @@ class Site:
 
 @dataclass(frozen=True)
 class Layer:
-    """A target: its module, its rows of the flat sketch, and the input it reads."""
+    """A target: its module, its rows of the flat sketch, and the input it reads.
+
+    Over ranks, S holds the rows `held` of the layer's d rows; `rows` are their places in `flat`.
+    """
 
     path: str
     module: nn.Linear
-    S: Float[Tensor, "d r"]
+    S: Float[Tensor, "held r"]
     rows: slice
     site: Site
+    d: int
+    held: slice
+
+    @property
+    def weight(self) -> Float[Tensor, "held k"]:
+        """The rows of W that this process holds, to read or to write in place."""
+        return local(self.module.weight)
+
+
+class Inbox:
+    """Rows of sketches that are on their way from other ranks: one layer's at a time."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._last: tuple[Tensor, Arriving] | None = None
+
+    def add(self, S: Float[Tensor, "held r"], whole: Float[Tensor, "d r"]) -> None:
+        """S += this rank's rows of the sum of `whole` over ranks, by the next call at the latest.
+
+        The ranks run through the layers in one order, since they run one model.
+        """
+        self.settle()
+        self._last = S, self.ranks.scatter_sum(whole)
+
+    def settle(self) -> None:
+        if self._last is not None:
+            (S, arriving), self._last = self._last, None
+            S.add_(arriving.wait())
+
+
+def accumulate(S: Float[Tensor, "d r"], H: Float[Tensor, "*n d"], P: Float[Tensor, "*n r"]) -> None:
+    """S += Hᵀ P, in the type of S; by the Triton kernel on CUDA. Cost: 2·n·d·r FLOPs."""
+    if S.dtype == torch.float32 and kernels.backend(S.device) == "triton":
+        from logra_lab.kernels import accumulate as kernel  # needs Triton
+
+        kernel.accumulate(S, H, P)
+        return
+    rows = H.reshape(-1, S.shape[0]).to(S.dtype)
+    S.addmm_(rows.T, P.reshape(-1, S.shape[1]).to(S.dtype))
 
 
 class _Accumulate(torch.autograd.Function):
@@ -69,27 +112,24 @@ class _Accumulate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(y: Tensor, P: Tensor, anchor: Tensor, S: Tensor) -> Tensor:
+    def forward(y: Tensor, P: Tensor, anchor: Tensor, S: Tensor, inbox: Inbox | None) -> Tensor:
         return y.detach()  # no copy, and unlike a view it may be modified in place downstream
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-        _, P, _, S = inputs
+        _, P, _, ctx.S, ctx.inbox = inputs
         ctx.save_for_backward(P)
-        ctx.S = S
 
     @staticmethod
     def backward(ctx, H):  # type: ignore[no-untyped-def, override]
         (P,) = ctx.saved_tensors
-        S = ctx.S
-        if S.dtype == torch.float32 and kernels.backend(S.device) == "triton":
-            from logra_lab.kernels import accumulate as kernel  # needs Triton
-
-            kernel.accumulate(S, H, P)
+        if ctx.inbox is None:
+            accumulate(ctx.S, H, P)
         else:
-            rows = H.reshape(-1, S.shape[0]).to(S.dtype)
-            S.addmm_(rows.T, P.reshape(-1, S.shape[1]).to(S.dtype))
-        return H, None, None, None
+            whole = ctx.S.new_zeros(H.shape[-1], ctx.S.shape[1])
+            accumulate(whole, H, P)
+            ctx.inbox.add(ctx.S, whole)
+        return H, None, None, None, None
 
     @staticmethod
     def jvp(ctx, y_tangent, *_):  # type: ignore[no-untyped-def, override]
@@ -105,6 +145,8 @@ class Sketch:
         targets: last path components (``"q_proj"``) or full paths of `nn.Linear` modules.
         share_inputs: one A for q/k/v and one for gate/up (default), or one A per matrix.
         projection: ``"sign"`` or ``"gaussian"``. seed, draw: see `Projection`.
+        ranks: who else holds rows of the targets; their weights are DTensors then. Backward sums
+            Hᵀ P over the ranks and leaves each its own rows.
 
     Raises `InputError` for an unknown, tied, quantised or missing target and for a rank that does
     not fit. Memory: `flat`, Σd·r numbers (float32; float64 for a float64 model); P per forward.
@@ -120,8 +162,10 @@ class Sketch:
         targets: Sequence[str] = TARGETS,
         share_inputs: bool = True,
         projection: str = "sign",
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.rank, self.seed, self.kind = model, rank, seed, projection
+        self.ranks, self.inbox = ranks, None if ranks is ALONE else Inbox(ranks)
         modules = find_targets(model, targets)
         first = next(iter(modules.values())).weight
         sites: dict[str, Site] = {}
@@ -130,7 +174,8 @@ class Sketch:
             if key not in sites:
                 sites[key] = Site(path, module.in_features, self._projection(path, module, draw))
             sites[key].readers.append(path)
-        rows = sum(module.out_features for module in modules.values())
+        held = {path: ranks.rows(module.out_features) for path, module in modules.items()}
+        rows = sum(span.stop - span.start for span in held.values())
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         #: All sketches, one below the other: a row of `flat` is a row of some S.
         self.flat: Float[Tensor, "rows r"] = torch.zeros(
@@ -140,9 +185,11 @@ class Sketch:
         self.layers: dict[str, Layer] = {}
         start = 0
         for path, module in modules.items():
-            span = slice(start, start := start + module.out_features)
+            here = held[path]
+            span = slice(start, start := start + here.stop - here.start)
             site = sites[_site_key(path, module) if share_inputs else path]
-            self.layers[path] = Layer(path, module, self.flat[span], span, site)
+            S, d = self.flat[span], module.out_features
+            self.layers[path] = Layer(path, module, S, span, site, d, here)
         self._anchor = torch.zeros((), device=first.device, requires_grad=True)
         self._active = True
         self._flags = {p: p.requires_grad for p in model.parameters()}
@@ -160,9 +207,15 @@ class Sketch:
 
     def zero_(self) -> None:
         """Forget the accumulated gradient."""
+        self.settle()
         self.flat.zero_()
         for site in self.sites:
             site._last = None
+
+    def settle(self) -> None:
+        """Wait for what other ranks send; `flat` is whole then. Nothing to do on one process."""
+        if self.inbox is not None:
+            self.inbox.settle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -194,7 +247,7 @@ class Sketch:
             # output.dtype is what the layer really computed in, autocast included
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 P = layer.site.project(x, output.dtype, layer.path)
-            return _Accumulate.apply(output, P, self._anchor, layer.S)
+            return _Accumulate.apply(output, P, self._anchor, layer.S, self.inbox)
 
         return hook
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logra_lab.errors import InputError
-from logra_lab.rowadam import NonFiniteSketch, row_adam, row_adam_, row_moment, row_scale
+from logra_lab.rowadam import NonFiniteSketch, row_adam, row_adam_, row_moment, row_scales
 
 VARIANTS = ["plain", "norm_preserving"]
 
@@ -184,7 +184,7 @@ def test_step_catches_a_moment_or_sketch_modified_in_place():
     assert torch.equal(v, torch.ones(4, dtype=torch.float64))
 
 
-def test_row_scale_catches_factors_that_are_not_the_direction():
+def test_row_scales_catches_factors_that_are_not_the_direction():
     first, second = sketches(2)
     v = row_moment(row_moment(torch.zeros(4, dtype=torch.float64), first), second)
     for variant in VARIANTS:
@@ -194,7 +194,7 @@ def test_row_scale_catches_factors_that_are_not_the_direction():
             2,
             variant=variant,
         )
-        s = row_scale(v, second, 2, variant=variant)
+        s = row_scales(v, second, {"layer": 4}, 2, variant=variant)
         torch.testing.assert_close(s[:, None] * second, D, rtol=1e-14, atol=0)
 
 

@@ -21,6 +21,7 @@ from logra_lab import kernels
 from logra_lab.errors import InputError
 from logra_lab.philox import SCHEME_VERSION
 from logra_lab.projection import KINDS, Projection
+from logra_lab.ranks import ALONE, Ranks
 from logra_lab.sync import sealed
 from logra_lab.sync.errors import ShapeMismatch
 from logra_lab.sync.payload import PLAIN, checked
@@ -64,11 +65,13 @@ class ThinUpdate:
         draw: int,
         wire: str = "int8",
         kind: str = "sign",
+        ranks: Ranks = ALONE,
     ) -> "ThinUpdate":
         """The update base → base + 1 with factor U, rows laid out as `layers`, in a wire type.
 
         int8: row i becomes integers in [−127, 127] times 2^e, e the smallest that fits, rounded
-        stochastically without bias by the bits of (seed, version, layer, row, column). Raises
+        stochastically without bias by the bits of (seed, version, layer, row, column). Over
+        `ranks`, U holds this rank's rows of every layer, and all get the whole update. Raises
         `InputError` for a factor that is not finite, too large (2^107), or of another shape.
         Cost: one pass over U; temporaries of a few MiB.
         """
@@ -77,7 +80,8 @@ class ThinUpdate:
                 f"projection {kind!r} with wire {wire!r}: expected one of {KINDS}, and signs for "
                 "int8 (others have no exact sums: use wire='float32')"
             )
-        values, exponents = round_factor(U, layers, wire=wire, stream=f"{seed}:{base + 1}")
+        stream = f"{seed}:{base + 1}"
+        values, exponents = round_factor(U, layers, wire=wire, stream=stream, ranks=ranks)
         return cls(
             run=run,
             base=base,
