@@ -6,6 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from logra_lab.lab.prose import explain, unbacked
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -46,3 +48,20 @@ def test_notebooks_are_committed_without_outputs_and_machine_names(path: Path) -
     assert node.metadata.get("kernelspec", {}).get("display_name", "Python 3") == "Python 3"
     assert "widgets" not in node.metadata
     assert "papermill" not in node.metadata
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_number_in_words_is_an_input_published_or_declared(path: Path) -> None:
+    if found := unbacked(path):
+        pytest.fail(explain(found), pytrace=False)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_number_a_notebook_displays_in_words_is_in_its_record(
+    path: Path, smoke_course: tuple[int, Path]
+) -> None:
+    run = smoke_course[1]
+    record = json.loads((run / "records" / f"{path.stem}.json").read_text())
+    assert record["run"]["status"] == "passed", record["run"]["reason"]
+    if found := unbacked(run / "notebooks" / path.name, record["numbers"]):
+        pytest.fail(explain(found), pytrace=False)
