@@ -63,6 +63,17 @@ class TrainConfig(BaseModel):
     max_prompt_tokens: int = Field(512, ge=1)  # vLLM reserves room for the longest request
     # The journal keeps a base and at most so many updates after it, then begins anew; 0: none.
     journal_every: int = Field(0, ge=0)
+    kv_cache_mib: int = Field(256, ge=1)  # of each vLLM engine, for keys and values
+
+    # Groups of actors on Ray (logra_lab.cluster); 0: in this process.
+    trainers: int = Field(0, ge=0)
+    engines: int = Field(0, ge=0)
+    engine_tensor_parallel: int = Field(1, ge=1)  # processes, and GPUs, of each vLLM engine
+    transport: Literal["auto", "object_store", "group"] = "auto"  # of updates to the engines
+    # Seconds for a piece of a batch, or an update, before an engine is taken for dead.
+    engine_timeout: float = Field(600.0, gt=0)
+    overlap: bool = False  # generate the next batch while this one is trained on
+    ray_address: str | None = None  # "auto" or host:port of a cluster; None: a local Ray
 
     # How it is computed.
     microbatch_tokens: int = Field(2048, ge=1)  # padded, of one forward and backward
@@ -106,6 +117,14 @@ class TrainConfig(BaseModel):
                 "engine 'shared' generates with the trainer's own weights: serving_dtype and "
                 "receiver go with engine 'hf' or 'vllm'"
             )
+        if self.engines and self.engine == "shared":
+            raise ValueError("engines on Ray have weights of their own: engine 'hf' or 'vllm'")
+        if self.engine_tensor_parallel > 1 and not (self.engines and self.engine == "vllm"):
+            raise ValueError("engine_tensor_parallel needs engine 'vllm' and engines of at least 1")
+        if not self.engines and (self.transport != "auto" or self.overlap):
+            raise ValueError("transport and overlap need engines on Ray: engines of at least 1")
+        if self.ray_address is not None and not (self.engines or self.trainers):
+            raise ValueError("ray_address needs engines or trainers on Ray: at least 1 of them")
         if self.wire == "int8" and self.projection != "sign" and self.method == "logra":
             raise ValueError(
                 f"projection {self.projection!r} has no exact sums: set wire to 'float32'"
