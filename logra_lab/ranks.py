@@ -32,6 +32,10 @@ class Ranks:
         """Plain numbers summed over the ranks, in float64."""
         return self.sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
+    def largest(self, value: float) -> float:
+        """The largest value of any rank."""
+        return value
+
     def gather(self, x: Tensor, d: int) -> Tensor:
         """The whole [d, …] matrix, of which every rank gives its rows x."""
         return x
@@ -66,6 +70,11 @@ class GroupRanks(Ranks):
     def sum(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
+
+    def largest(self, value: float) -> float:
+        x = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x.item()
 
     def gather(self, x: Tensor, d: int) -> Tensor:
         """Cost: d rows in memory, and as many over the wire."""

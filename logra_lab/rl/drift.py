@@ -195,7 +195,9 @@ class _Judge:
         prompts = [run.policy.encode(problem.prompt) for problem in problems]
         rollout = run.engine.generate(prompts, [f"drift:{problem.id}" for problem in problems])
         parts = zip(prompts, rollout.response_ids, rollout.logprobs, rollout.finish, strict=True)
-        self.batch = run.batch([ppo.Sample(p, ids, logp, end, 0.0) for p, ids, logp, end in parts])
+        self.batch = run.trainer.batch(
+            [ppo.Sample(p, ids, logp, end, 0.0) for p, ids, logp, end in parts]
+        )
         self.temperature, self.kinds = run.config.temperature, run.config.targets
         # The trainer's sketch leaves copies of its model alone.
         self.models: dict[torch.dtype, Any] = {

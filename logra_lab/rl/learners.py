@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from logra_lab import kl
 from logra_lab.errors import InputError
 from logra_lab.optimizer import KLControl, LoGRA, StepReport, frobenius
+from logra_lab.ranks import ALONE, Ranks
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.policies import Policy
 from logra_lab.sketch import find_targets
@@ -25,6 +26,7 @@ class Learner(Protocol):
     """What the loop needs of a method. `run` and `targets` go with thin updates only."""
 
     run: str
+    t: int
 
     def targets(self) -> dict[str, Tensor]: ...
     def step(self, probe: Sequence[kl.Forward] | None, *, gap: float | None) -> StepReport: ...
@@ -46,9 +48,7 @@ class LoGRALearner(LoGRA):
 
     def weights(self) -> dict[str, Tensor]:
         """The trained matrices by state-dict key."""
-        return {
-            f"{path}.weight": layer.module.weight.data for path, layer in self.sketch.layers.items()
-        }
+        return {f"{path}.weight": layer.weight for path, layer in self.sketch.layers.items()}
 
 
 class AdamLearner:
@@ -106,8 +106,8 @@ class AdamLearner:
         self.t = state["t"]
 
 
-def make_learner(policy: Policy, config: TrainConfig) -> Learner:
-    """The learner of `config.method`, attached to the policy's model.
+def make_learner(policy: Policy, config: TrainConfig, ranks: Ranks = ALONE) -> Learner:
+    """The learner of `config.method`, attached to the policy's model; over ranks LoGRA only.
 
     LoRA replaces `policy.model` by its peft wrapper; rank r, alpha = r, no dropout.
     """
@@ -125,6 +125,7 @@ def make_learner(policy: Policy, config: TrainConfig) -> Learner:
             variant=config.variant,
             control=_control(config),
             wire=config.wire,
+            ranks=ranks,
         )
     linears = find_targets(policy.model, config.targets)
     if config.method == "adam":

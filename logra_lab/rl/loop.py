@@ -92,10 +92,10 @@ def train(
                 seeds={"run": config.seed, "eval": EVAL_SEED, "train": TRAIN_SEED},
                 verifier=train_task.verifier,
                 resume_step=run.step if resume else None,
-                device=run.device,
+                device=run.trainer.device,
             )
         )
-        run.publisher.open_journal(run_dir, run.learner.run, run.version)
+        run.publisher.open_journal(run_dir, run.trainer.run, run.version)
         stop = stack.enter_context(StopRequest())
         results = list(_steps(run, record, stop, run_dir, on_step))
         return run, results

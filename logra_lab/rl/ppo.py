@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logra_lab.errors import InputError
+from logra_lab.ranks import Ranks
 from logra_lab.rl.outcomes import Score
 from logra_lab.rl.prefix import common_prefix, prefix_cache
 from logra_lab.rl.rollout import Rollout
@@ -173,6 +174,14 @@ class LossStats:
     entropy: float = 0.0
     gap: float = 0.0
     complete: int = 0
+
+    def over(self, ranks: Ranks) -> "LossStats":
+        """The same of all ranks' tokens."""
+        tokens, loss, clipped, entropy, gap, complete = ranks.totals(
+            self.tokens, self.loss, self.clipped, self.entropy, self.gap, self.complete
+        )
+        largest = ranks.largest(self.ratio_max)
+        return LossStats(int(tokens), loss, int(clipped), largest, entropy, gap, int(complete))
 
     def to_dict(self) -> dict[str, float | None]:
         return {

@@ -11,28 +11,22 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
-
-from logra_lab import kl
 from logra_lab.errors import InputError
-from logra_lab.optimizer import frobenius
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.engines import check_prompts, make_engine
 from logra_lab.rl.environment import peak_memory_mib
 from logra_lab.rl.evaluate import EvalResult, evaluate
-from logra_lab.rl.learners import make_learner
+from logra_lab.rl.learners import Learner
 from logra_lab.rl.outcomes import Problem, Score
 from logra_lab.rl.policies import Policy
-from logra_lab.rl.prefix import can_share
 from logra_lab.rl.publish import Publisher
-from logra_lab.rl.recompute import recomputed_layers
 from logra_lab.rl.rollout import Rollout
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task
+from logra_lab.rl.trainer import Trainer, deal
 
 
 def draw_batch(task: Task, seed: int, step: int, size: int) -> list[Problem]:
@@ -58,18 +52,15 @@ class Run:
         self.train, self.held_out = train, held_out
         if config.engine == "vllm":
             check_prompts(policy, config, [*train.problems, *held_out.problems])
-        self.learner = make_learner(policy, config)  # may wrap policy.model (LoRA)
+        self.trainer = Trainer(policy, config)
         self.engine = make_engine(policy, config)
         self.publisher = Publisher(
-            self.engine, self.learner.targets, journal_every=config.journal_every
+            self.engine, self.trainer.targets, journal_every=config.journal_every
         )
         self.baseline = ppo.RewardBaseline(config.baseline_decay)
         self.step = self.version = 0
         self.equal_rewards = 0  # batches in a row whose rewards all were …
         self.equal_value: float | None = None
-        weights = {w.data_ptr() for w in self.learner.weights().values()}
-        frozen = [p for p in policy.model.parameters() if p.data_ptr() not in weights]
-        self.frozen_norm = math.hypot(*(frobenius(torch.atleast_2d(p.detach())) for p in frozen))
 
     def one_step(self) -> dict[str, Any]:
         """One batch: its record, with `skipped` naming the reason when nothing was changed."""
@@ -77,7 +68,7 @@ class Run:
         self.step += 1
         problems = draw_batch(self.train, config.seed, self.step, config.prompts_per_step)
         prompts = [self.policy.encode(problem.prompt) for problem in problems]
-        engine_version = self.publisher.ready(self.learner.run, self.version)
+        engine_version = self.publisher.ready(self.trainer.run, self.version)
         rollout = self.engine.generate(prompts, self.sampling_keys(problems))
         clock.lap("seconds_generate")
         scores = self.scorer.score(rollout.texts, problems, rollout.finish)
@@ -90,13 +81,12 @@ class Run:
         record = self.describe(rollout, scores, rewards, mean, b)
         skipped = self.no_signal(samples)
         if skipped is None:
-            pieces = ppo.microbatches(samples, config.microbatch_tokens)
-            batches = [self.batch(piece) for piece in pieces]
-            probe = self.probe(samples)
-            tokens = sum(len(s.response) for s in samples)
+            self.trainer.load(deal(samples, config, self.trainer.size))
+            record["tokens"] = sum(len(s.response) for s in samples)
             before = self.version
             for _ in range(config.updates_per_batch):
-                skipped = self.update(batches, probe, tokens, record, clock)
+                # a later update of the batch no longer has the weights that generated it
+                skipped = self.update(fresh=self.version == before, record=record, clock=clock)
             if self.version > before:
                 self.baseline.update(mean)
                 if skipped is not None:  # some, but not all, of the batch's updates
@@ -116,39 +106,12 @@ class Run:
         }
         return record
 
-    def update(
-        self,
-        batches: list[ppo.TokenBatch],
-        probe: Sequence[kl.Forward],
-        tokens: int,
-        record: dict[str, Any],
-        clock: "Clock",
-    ) -> str | None:
-        """Forward and backward over the microbatches, then the learner's step."""
-        config, stats = self.config, ppo.LossStats()
-        for batch in batches:
-            with self.autocast(), recomputed_layers(self.policy.model, config.checkpointing):
-                logits = batch.logits(self.policy.model)
-            loss = ppo.ppo_loss(
-                logits,
-                batch,
-                normaliser=tokens,
-                temperature=config.temperature,
-                clip=config.clip,
-                stats=stats,
-            )
-            loss.backward()
-            del logits, loss
-        record |= stats.to_dict() | {"tokens": tokens}
-        if not math.isfinite(stats.loss):
-            self.learner.discard()
-            return f"the loss is {stats.loss}"
-        clock.lap("seconds_train")
-        # a later update of the batch no longer has the weights that generated it
-        gap = record["logprob_gap"] if not record["updates"] else None
-        report = self.learner.step(probe, gap=gap)
-        clock.lap("seconds_update")
-        skipped = report.skipped
+    def update(self, *, fresh: bool, record: dict[str, Any], clock: "Clock") -> str | None:
+        """One update of the trainer's, published; the reason if it was skipped."""
+        taken = self.trainer.update(fresh=fresh)
+        clock.lap("seconds_update", of_which=("seconds_train", taken.seconds_train))
+        report, skipped = taken.report, taken.report.skipped
+        record |= taken.stats
         if skipped is None:
             self.version += 1
             record |= {k: v for k, v in report.to_dict().items() if k not in ("t", "skipped")}
@@ -165,26 +128,6 @@ class Run:
             return "no generated tokens of a judged response"
         largest = max(abs(s.advantage) for s in samples)
         return None if largest >= 1e-3 else f"max|A| is {largest:.1e}: no learning signal"
-
-    def probe(self, samples: list[ppo.Sample]) -> list[kl.Forward]:
-        """Logits of the first few responses of the batch (its order is random)."""
-        cut = self.config.probe_tokens
-        chosen = [
-            ppo.Sample(s.prompt, s.response[:cut], s.logprobs[:cut], s.finish, s.advantage)
-            for s in samples[: self.config.probe_responses]
-        ]
-        batches = [
-            self.batch(piece) for piece in ppo.microbatches(chosen, self.config.microbatch_tokens)
-        ]
-
-        def forward(batch: ppo.TokenBatch) -> kl.Forward:
-            def logits() -> torch.Tensor:
-                with self.autocast():
-                    return batch.logits(self.policy.model)
-
-            return logits
-
-        return [forward(batch) for batch in batches]
 
     def describe(
         self, rollout: Rollout, scores: Sequence[Score], rewards: list[float], mean: float, b: float
@@ -229,7 +172,7 @@ class Run:
         return keys
 
     def evaluate(self) -> EvalResult:
-        self.publisher.ready(self.learner.run, self.version)
+        self.publisher.ready(self.trainer.run, self.version)
         return evaluate(
             self.engine,
             self.policy,
@@ -240,18 +183,10 @@ class Run:
             tag="held-out",
         )
 
-    def batch(self, samples: list[ppo.Sample]) -> ppo.TokenBatch:
-        share = self.config.checkpointing == "none" and can_share(self.policy.model)
-        return ppo.token_batch(samples, self.policy.pad_id, self.device, share_prefix=share)
-
     @property
-    def device(self) -> torch.device:
-        return self.policy.model.device
-
-    def autocast(self) -> Any:
-        if self.config.autocast == "none":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+    def learner(self) -> Learner:
+        """The learner of a trainer in this process."""
+        return self.trainer.learner
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -260,13 +195,10 @@ class Run:
             "version": self.version,
             "equal_rewards": self.equal_rewards,
             "equal_value": self.equal_value,
-            "frozen_norm": self.frozen_norm,
             "baseline": {"ema": self.baseline.ema, "count": self.baseline.count},
-            "learner": self.learner.state_dict(),
-            "weights": self.learner.weights(),
+            **self.trainer.state_dict(),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; `InputError` says what does not fit, before anything is changed."""
         missing = self.state_dict().keys() - state.keys()
@@ -282,21 +214,8 @@ class Run:
                 f"the checkpoint was made with other settings: {', '.join(changed)} differ; "
                 "resume with its own, or start a new run"
             )
-        weights = self.learner.weights()
-        shapes = {name: weight.shape for name, weight in weights.items()}
-        theirs = {name: weight.shape for name, weight in state["weights"].items()}
-        if shapes != theirs:
-            odd = sorted({name for name, _ in shapes.items() ^ theirs.items()})
-            raise InputError(f"checkpoint and model differ in {odd[:5]}: load the same policy")
-        if not math.isclose(self.frozen_norm, state["frozen_norm"], rel_tol=1e-5):
-            raise InputError(
-                f"the policy's frozen weights have norm {self.frozen_norm:.9g}, the checkpoint's "
-                f"{state['frozen_norm']:.9g}: load the same policy"
-            )
-        self.learner.load_state_dict(state["learner"])
+        self.trainer.load_state_dict(state)
         self.publisher.forget("the run was restored from a checkpoint")
-        for name, weight in weights.items():
-            weight.copy_(state["weights"][name])
         self.step, self.version = state["step"], state["version"]
         self.equal_rewards, self.equal_value = state["equal_rewards"], state["equal_value"]
         self.baseline.ema = state["baseline"]["ema"]
@@ -310,9 +229,13 @@ class Clock:
         self.start = self.last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def lap(self, name: str, of_which: tuple[str, float] = ("", 0.0)) -> None:
+        """`of_which`: another name, and the seconds of the stretch that go there."""
         now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        other, part = of_which
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last - part
+        if other:
+            self.seconds[other] = self.seconds.get(other, 0.0) + part
         self.last = now
 
     def total(self) -> float:

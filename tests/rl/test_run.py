@@ -96,14 +96,15 @@ def test_the_baseline_of_a_step_is_made_of_earlier_batches():
 def test_realised_kl_agrees_with_a_measurement_outside_the_loop():
     run = tiny_run(alternate, probe_responses=24, kl_start=1e-4, kl_method="jvp")
     seen = {}
-    make = run.probe
+    load = run.trainer.load
 
-    def spy(samples):
+    def spy(shares):
+        samples = [sample for piece in shares[0].probe for sample in piece]
         seen["batch"] = ppo.token_batch(samples, run.policy.pad_id)
         seen["before"] = seen["batch"].logits(run.policy.model).detach()
-        return make(samples)
+        load(shares)
 
-    run.probe = spy
+    run.trainer.load = spy
     line = run.one_step()
     with torch.no_grad():
         old = torch.log_softmax(seen["before"].double(), -1)
@@ -116,18 +117,21 @@ def test_realised_kl_agrees_with_a_measurement_outside_the_loop():
 
 def test_probe_tokens_cut_each_probe_response_and_nothing_of_the_loss():
     run = tiny_run(alternate, probe_responses=4, probe_tokens=2)
-    counts = []
-    make = run.probe
+    seen = {}
+    load, generate = run.trainer.load, run.engine.generate
 
-    def spy(samples):
-        forwards = make(samples)
-        counts.append(sum(len(f()) for f in forwards))
-        counts.append(sum(min(2, len(s.response)) for s in samples[:4]))
-        return forwards
+    def keep(prompts, keys):
+        seen["rollout"] = generate(prompts, keys)
+        return seen["rollout"]
 
-    run.probe = spy
+    def spy(shares):
+        load(shares)
+        seen["positions"] = sum(len(look()) for look in run.trainer.looks)
+
+    run.engine.generate, run.trainer.load = keep, spy
     line = run.one_step()
-    assert counts[0] == counts[1] <= 8
+    first = [len(ids) for ids in seen["rollout"].response_ids if ids][:4]
+    assert seen["positions"] == sum(min(2, length) for length in first) <= 8
     assert line["tokens"] > 24
 
 
