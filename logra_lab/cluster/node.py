@@ -190,7 +190,13 @@ def _start_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[byt
     # Paths of sockets may have 107 characters, so not in a long TMPDIR.
     folder = tempfile.mkdtemp(prefix="logra_ray_", dir="/tmp" if os.name == "posix" else None)
     command = [sys.executable, str(Path(guardian.__file__)), folder]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    watcher = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # whoever reads this process's output shall see it end
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     on_term = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
