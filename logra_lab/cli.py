@@ -1,4 +1,4 @@
-"""The `logra-lab` command: `course`, `train`, `sync`, `bench`.
+"""The `logra-lab` command: `course`, `train`, `plan`, `sync`, `bench`.
 
 Exit status: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C. Errors are one line that says what
 to do. Whatever a subcommand needs is imported when it runs, so that `--help` is quick.
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     train.set_defaults(command=_train)
 
+    _add_plan(commands)
     _add_sync(commands)
     bench = commands.add_parser("bench", help="measure, and compare with the stated bounds")
     bench.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
@@ -84,6 +85,27 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="small sizes, to try the machinery")
     bench.set_defaults(command=_bench)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="memory to serve and memory to learn, in closed form")
+    plan.add_argument(
+        "model", metavar="MODEL",
+        help="Qwen2.5-1.5B, Qwen2.5-7B, 27B, small, a folder with a config.json, or a hub id",
+    )  # fmt: skip
+    whole = {"type": int, "metavar": "N"}
+    plan.add_argument("--fsdp", **whole, default=4, help="GPUs that train (default: %(default)s)")
+    plan.add_argument("--rank", **whole, default=256, help="(default: %(default)s)")
+    plan.add_argument("--tokens", **whole, default=4096, help="a microbatch (default: %(default)s)")
+    plan.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
+    plan.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    plan.add_argument("--offload", action="store_true", help="masters and moments on the host")
+    plan.add_argument("--sequences", **whole, default=32, help="served at a time (%(default)s)")
+    plan.add_argument("--context", **whole, default=4096, help="tokens of each (%(default)s)")
+    plan.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write it there, or to stdout"
+    )
+    plan.set_defaults(command=_plan)
 
 
 def _add_sync(commands: Any) -> None:
@@ -170,6 +192,28 @@ def _train(args: argparse.Namespace) -> int:
         resume=args.resume,
         settings=settings,
     )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        from logra_lab.memory import cli
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        raise InputError("logra-lab plan needs rich: pip install 'logra-lab[lab]'") from error
+    from logra_lab.memory.plan import Setup
+
+    setup = Setup(
+        rank=args.rank,
+        fsdp=args.fsdp,
+        tokens=args.tokens,
+        dtype=args.dtype,
+        checkpointing=not args.no_checkpointing,
+        offload=args.offload,
+        sequences=args.sequences,
+        context=args.context,
+    )
+    return cli.main(args.model, setup, args.json)
 
 
 def _sync(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """The command line: exit statuses, one-line errors, and that it starts without torch."""
 
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,10 @@ def test_version_is_that_of_the_package():
         (["course", "--notebooks", "no-such-folder"], "no notebooks"),
         (["train", "--set", "steps"], "expected NAME=VALUE"),
         (["train", "--preset", "smal"], "preset 'smal' is unknown"),
+        (["plan", "Qwen2.5-8B"], "did you mean 'Qwen2.5-7B'?"),
+        (["plan", "27B", "--rank", "0"], "rank is 0"),
+        (["plan", "Qwen2.5-7B", "--rank", "9999"], "at most 3584"),
+        (["plan", "27B", "--json", "no-such-folder/x"], "its folder does not exist"),
         (["sync", "inspect", "no-such-folder"], "expected a journal's folder"),
         (["sync", "inspect", "no-such.thin"], "No such file"),
         (["sync", "verify", "no-such-folder"], "No such file"),
@@ -90,6 +95,27 @@ def test_an_error_that_is_no_input_error_is_not_hidden(monkeypatch):
     monkeypatch.setattr(cli, "_course", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["course"])
+
+
+# --- plan ------------------------------------------------------------------------------------
+
+
+def test_plan_says_two_numbers_and_writes_the_same_as_json(capsys, tmp_path):
+    assert cli.main(["plan", "Qwen2.5-7B"]) == 0
+    said = capsys.readouterr().out
+    assert cli.main(["plan", "Qwen2.5-7B", "--json", str(tmp_path / "plan.json")]) == 0
+    assert cli.main(["plan", "Qwen2.5-7B", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "plan.json").read_text()
+    plan = json.loads(text)
+    assert f"to serve, on one GPU: {plan['serve']['bytes'] / 2**30:.1f} GiB" in said
+    for name, method in (("dense Adam", "adam"), ("LoRA", "lora"), ("LoGRA", "logra")):
+        cost = plan["learn"][method]
+        assert f"{cost['bytes'] / 2**30:.1f} GiB with {name}" in said
+        assert f"{name} is limited by: {cost['limit']}" in said
+        assert all(term["name"] in said for term in cost["terms"])
+    assert [row["published"] for row in plan["published"]] == [31.82, 17.29]
+    assert all(row["note"] in " ".join(said.split()) for row in plan["published"])
 
 
 # --- sync ------------------------------------------------------------------------------------
