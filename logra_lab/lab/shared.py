@@ -24,8 +24,10 @@ class Quantity:
         self._starts: dict[str, float] = {}
         self._following = False
 
-    def join(self, member: str, control: ValueWidget, values: Sequence[Any], start: Any) -> None:
-        """Set `control` to the chosen value; from now on it leads and follows.
+    def join(
+        self, member: str, control: ValueWidget, values: Sequence[Any], start: Any, leads: bool
+    ) -> None:
+        """Set `control` to the chosen value; from now on it follows and, if it `leads`, leads.
 
         Where none is chosen it begins at `start`, and so do the next ones. An earlier control of
         the same name leaves: its cell was run again. If it had another start, then the notebook's
@@ -38,13 +40,15 @@ class Quantity:
                 f"slider {member!r}: its values {list(values)} are to be positive numbers, since a "
                 f"shared {self.name} is compared by ratio; `slider` takes anything else"
             )
-        if member in self._members:
-            self._members[member][0].unobserve(self._moved, names="value")
+        earlier = self._members.get(member)
+        if earlier is not None and leads:
+            earlier[0].unobserve(self._moved, names="value")
         if self.value is None or self._starts.get(member, start) != start:
             self.value = start
         self._starts[member], self._members[member] = start, (control, values)
         control.value = nearest(values, self.value)
-        control.observe(self._moved, names="value")
+        if leads:
+            control.observe(self._moved, names="value")
 
     def _moved(self, change: Any) -> None:
         if self._following:

@@ -15,9 +15,7 @@ cell that is run again leaves no second slider that computes unseen.
 """
 
 import asyncio
-import base64
-import io
-import traceback
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +24,10 @@ from ipywidgets import HTML, Layout, Output, SelectionSlider, ValueWidget, VBox
 from matplotlib.figure import Figure
 
 from logra_lab.errors import InputError
-from logra_lab.lab import shared
+from logra_lab.lab import outputs, shared
 
-# Of the PNG inside the widget's state, which a notebook file carries as text.
-_DPI = 72
+# Of everything that widgets compute: with a training in the background, one thing at a time.
+COMPUTING = threading.RLock()
 # Held arrow keys repeat faster than this; a reader who looks at the result waits longer.
 _SETTLE_S = 0.3
 
@@ -66,10 +64,13 @@ def rank_slider(
 
 
 def budget_slider(
-    description: str, options: Mapping[str, Any] | Sequence[Any], value: Any
+    description: str, options: Mapping[str, Any] | Sequence[Any], value: Any, *, leads: bool = True
 ) -> ValueWidget:
-    """The same for the KL budget δ, in nats per generated token."""
-    return _shared_slider(shared.BUDGET, description, options, value)
+    """The same for the KL budget δ, in nats per generated token.
+
+    leads: whether its own moves move the others; not those of one that steers a running training.
+    """
+    return _shared_slider(shared.BUDGET, description, options, value, leads)
 
 
 def _shared_slider(
@@ -77,10 +78,11 @@ def _shared_slider(
     description: str,
     options: Mapping[str, Any] | Sequence[Any],
     value: Any,
+    leads: bool = True,
 ) -> ValueWidget:
     control = slider(description, options, value)
     values = list(options.values() if isinstance(options, Mapping) else options)
-    quantity.join(description, control, values, value)
+    quantity.join(description, control, values, value, leads)
     return control
 
 
@@ -99,16 +101,17 @@ def explore(compute: Callable[..., tuple[str, Figure]], hint: str, *controls: Va
     Returns: the box, with `children = (*controls, busy line, output)`.
     """
     busy, output = HTML(), Output()
-    output.outputs = (_markdown(hint),)
+    output.outputs = (outputs.markdown(hint),)
 
     def run() -> None:
         busy.value = "<em>computing …</em>"
         open_before = set(plt.get_fignums())
         try:
-            said, figure = compute(*(control.value for control in controls))
-            output.outputs = (_markdown(said), _image(figure))
+            with COMPUTING:
+                said, figure = compute(*(control.value for control in controls))
+            output.outputs = (outputs.markdown(said), outputs.image(figure))
         except Exception as error:  # raised again: an observer's own trace goes to a hidden log
-            output.outputs = (_error(error),)
+            output.outputs = (outputs.failure(error),)
             raise
         finally:
             busy.value = ""
@@ -136,24 +139,3 @@ def when_settled(run: Callable[[], None]) -> Callable[[Any], None]:
         pending[:] = [loop.call_later(_SETTLE_S, run)]
 
     return changed
-
-
-def _markdown(text: str) -> dict[str, Any]:
-    data = {"text/markdown": text, "text/plain": text}
-    return {"output_type": "display_data", "data": data, "metadata": {}}
-
-
-def _image(figure: Figure) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI)
-    data = {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": "figure"}
-    return {"output_type": "display_data", "data": data, "metadata": {}}
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    return {
-        "output_type": "error",
-        "ename": type(error).__name__,
-        "evalue": str(error),
-        "traceback": traceback.format_exception(error),
-    }
