@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
+from logra_lab.lab import shared
 from logra_lab.lab.context import Context, write_context
 from logra_lab.lab.notebook import read_notebook
 from logra_lab.lab.presets import preset
@@ -318,6 +319,7 @@ def cells_behind(path: Path, name: str) -> list[str]:
         ("01_one_matrix", [1, 4, 256]),
         ("04_kernels", [1, 16, 256]),
         ("05_sync", [1, 16, 256]),
+        ("06_predicted_kl", [4, 64]),
         ("07_ppo", [SMOKE.kl_start]),
     ],
 )
@@ -328,11 +330,13 @@ def test_the_slider_recomputes_and_shows_one_figure(
     context = Context(notebook=notebook, token="test", **paths)
     for variable, value in write_context(context, tmp_path / "context.json").items():
         monkeypatch.setenv(variable, value)
+    for name in ("RANK", "BUDGET"):  # as in a fresh kernel: nothing chosen yet
+        monkeypatch.setattr(shared, name, shared.Quantity(name.lower()))
     space: dict[str, Any] = {}
     for source in cells_behind(ROOT / "notebooks" / f"{notebook}.ipynb", "chooser"):
         exec(source, space)
     plt.close("all")
-    control, _, output = space["chooser"].children
+    control, *others, _, output = space["chooser"].children
     said = []
     for value in moves:
         control.value = value
@@ -340,5 +344,10 @@ def test_the_slider_recomputes_and_shows_one_figure(
         assert len(shown) == 1
         said.append(output.outputs[0]["data"]["text/markdown"])
         assert str(control.label) in said[-1]  # it says for which value
-    assert len(set(said)) == len(moves)
+    for other in others:
+        other.index = 0 if other.index else 1
+        shown = [o["data"] for o in output.outputs if "image/png" in o["data"]]
+        assert len(shown) == 1
+        said.append(output.outputs[0]["data"]["text/markdown"])
+    assert len(set(said)) == len(moves) + len(others)
     assert plt.get_fignums() == []

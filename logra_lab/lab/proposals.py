@@ -95,13 +95,12 @@ def propose(
 
 
 def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each job, once per round after one unmeasured round; a machine's slow moments
-    fall on all jobs alike, so that ratios within a round mean more than the seconds."""
+    """Seconds of each job, once a round. A slow moment of the machine falls on all jobs alike, so a
+    ratio within a round says more than the seconds. Run each job once before: the first is slow."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for measured in [False] + [True] * repeats:
+    for _ in range(repeats):
         for name, job in jobs.items():
             start = time.perf_counter()
             job()
-            if measured:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     return seconds
