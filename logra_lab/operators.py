@@ -28,7 +28,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _found(*fields: Any) -> Any:
+def found(*fields: Any) -> Any:
+    """The `Projection` of these fields: one in use, or a new one."""
     from logra_lab.projection import Projection  # it imports this module
 
     return ALIVE.get(fields) or Projection(*fields)
@@ -46,7 +47,7 @@ def _project(
     draw: int,
     kind: str,
 ) -> Tensor:
-    projection = _found(path, k, rank, seed, draw, kind)
+    projection = found(path, k, rank, seed, draw, kind)
     if back:
         return projection._back(x, tokens)
     if projection._by_kernel(x.dtype, x.device):
@@ -114,6 +115,30 @@ class Project(torch.autograd.Function):
         return sum(parts[1:], parts[0])
 
 
+@torch.library.custom_op("logra_lab::signs", mutates_args=())
+def _signs(
+    dtype: torch.dtype,
+    device: torch.device,
+    path: str,
+    k: int,
+    rank: int,
+    seed: int,
+    draw: int,
+    kind: str,
+) -> Tensor:
+    projection = found(path, k, rank, seed, draw, kind)
+    if kind == "sign" and kernels.backend(device) == "triton":
+        from logra_lab.kernels import signs as kernel  # needs Triton
+
+        return kernel.launch(projection.key, slice(0, rank), slice(0, k), device).to(dtype)
+    return next(projection.blocks(dtype, device, width=k))[1]
+
+
+@_signs.register_fake
+def _(dtype: torch.dtype, device: torch.device, path: str, k: int, rank: int, *_: Any) -> Tensor:
+    return torch.empty(rank, k, dtype=dtype, device=device)
+
+
 @torch.library.custom_op("logra_lab::gram", mutates_args=())
 def _gram(
     dtype: torch.dtype,
@@ -125,7 +150,7 @@ def _gram(
     draw: int,
     kind: str,
 ) -> Tensor:
-    projection = _found(path, k, rank, seed, draw, kind)
+    projection = found(path, k, rank, seed, draw, kind)
     if projection._by_kernel(dtype, device):
         from logra_lab.kernels import gram as kernel  # needs Triton
 

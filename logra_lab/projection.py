@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from logra_lab import kernels, operators
@@ -101,9 +101,13 @@ class Projection:
 
     def unit(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Float[Tensor, "r k"]:
-        """√r · A: signs ±1 (exact in every float type) or standard normals."""
-        return next(self.blocks(dtype, device, width=self.k))[1]
+    ) -> Shaped[Tensor, "r k"]:
+        """√r · A: signs ±1 (exact in int8 and every float type) or standard normals.
+
+        An operator, for FakeTensorMode and torch.compile; it takes no tensor, so that there is
+        nothing to differentiate. The Triton kernel `signs` draws them on CUDA.
+        """
+        return torch.ops.logra_lab.signs(dtype, torch.device(device), *self._fields)
 
     def blocks(
         self,

@@ -111,3 +111,20 @@ def dense_gradients(model, run, targets=LLM_TARGETS):
     run(twin)
     named = twin.named_modules()
     return {n: m.weight.grad for n, m in named if {n, n.rsplit(".", 1)[-1]} & set(targets)}
+
+
+def inside(mode, func, args, kwargs):
+    """func(*args, **kwargs) for a dispatch mode, which looks into the library's own operators too.
+
+    torch shows a mode an operator as one call, whatever tensors it makes on its way.
+    """
+    from logra_lab import operators
+    from logra_lab.sync import operator
+
+    bodies = {f"logra_lab::{n}": getattr(operators, f"_{n}")._init_fn for n in ("project", "gram")}
+    bodies |= {"logra_lab::apply": operator._apply}
+    body = bodies.get(func._schema.name)
+    if body is None:
+        return func(*args, **(kwargs or {}))
+    with mode:
+        return body(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from logra_lab import kernels, kl, rowadam
 from logra_lab.bench.roofline import Case, Part
 from logra_lab.projection import Projection
-from logra_lab.sync.update import Slot, ThinUpdate, _arithmetic, apply
+from logra_lab.sync.update import Slot, ThinUpdate, apply
 from logra_lab.sync.wire import ThinLayer
 
 _STEP = 1e-6  # size of an entry of U: an RMS step of real training

@@ -10,19 +10,19 @@ rounding: all who apply an update to equal weights get equal bits.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logra_lab import kernels
 from logra_lab.errors import InputError
 from logra_lab.philox import SCHEME_VERSION
 from logra_lab.projection import KINDS, Projection
 from logra_lab.ranks import ALONE, Ranks
-from logra_lab.sync import sealed
+from logra_lab.sync import operator, sealed
 from logra_lab.sync.errors import ShapeMismatch
 from logra_lab.sync.payload import PLAIN, checked
 from logra_lab.sync.wire import ThinLayer, power_of_two, round_factor
@@ -97,6 +97,11 @@ class ThinUpdate:
             exponents=exponents,
         )
 
+    def to(self, device: torch.device | str) -> "ThinUpdate":
+        """The same update with its numbers on a device."""
+        exponents = None if self.exponents is None else self.exponents.to(device)
+        return replace(self, values=self.values.to(device), exponents=exponents)
+
     @cached_property
     def places(self) -> dict[str, tuple[int, ThinLayer]]:
         """First row in `values` and shape of every layer, by name."""
@@ -123,15 +128,12 @@ class ThinUpdate:
             values.mul_(power_of_two(self.exponents[span])[:, None])
         return values
 
-    def _part(
-        self, name: str, rows: slice, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        """Factor and row scale of some rows, as `Projection.subtract_` takes them."""
-        if dtype != torch.int8 or self.exponents is None:
-            return self.factor(name, rows, dtype).to(device), None
-        start = self.places[name][0]
-        span = slice(start + rows.start, start + rows.stop)
-        return self.values[span].to(device), power_of_two(self.exponents[span]).to(device)
+    def _part(self, slot: "Slot", device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Values and exponents of a slot's rows, on its device."""
+        start = self.places[slot.layer][0]
+        rows = slice(start + slot.rows.start, start + slot.rows.stop)
+        exponents = None if self.exponents is None else self.exponents[rows].to(device)
+        return self.values[rows].to(device), exponents
 
     def projection(self, layer: ThinLayer) -> Projection:
         return Projection(layer.site, layer.k, self.rank, self.seed, self.draw, self.kind)
@@ -198,61 +200,27 @@ def apply(update: ThinUpdate, slots: Sequence[Slot]) -> None:
     Everything is checked before the first write (`ShapeMismatch`). Each A is regenerated once for
     all slots that share it, in blocks; no [d, k] temporary exists. int8: the same bits whatever the
     slots' shapes, blocks and order, by the Triton kernel on CUDA and by torch elsewhere.
+
+    Works under FakeTensorMode and torch.compile, and on tensors of inference mode. No KL probe
+    reaches it: probes perturb outputs of layers, never W, and a tangent is refused (`InputError`).
     """
     check(update, slots)
-    groups: dict[tuple[str, int, int, torch.dtype, torch.device], list[Slot]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Slot]] = defaultdict(list)
     for slot in slots:
-        if _by_kernel(update, slot.weight):
-            _launch(update, slot)
-            continue
-        site = update.places[slot.layer][1].site
-        kind = _arithmetic(update, slot.weight)
+        site, weight = update.places[slot.layer][1].site, slot.weight
         span = (slot.columns.start, slot.columns.stop)
-        groups[site, *span, kind, slot.weight.device].append(slot)
-    for (_, start, stop, dtype, device), group in groups.items():
-        projection = update.projection(update.places[group[0].layer][1])
-        parts = [update._part(x.layer, x.rows, dtype, device) for x in group]
-        projection.subtract_(
-            [(x.weight, *part, x.served) for x, part in zip(group, parts, strict=True)],
+        groups[site, *span, weight.dtype, weight.device, slot.served is None].append(slot)
+    for (site, start, stop, _, device, _), group in groups.items():
+        k = update.places[group[0].layer][1].k
+        parts = [update._part(slot, device) for slot in group]
+        operator.apply(
+            [slot.weight for slot in group],
+            [values for values, _ in parts],
+            [exponents for _, exponents in parts if exponents is not None],
+            [slot.served for slot in group if slot.served is not None],
             slice(start, stop),
+            (site, k, update.rank, update.seed, update.draw, update.kind),
         )
-
-
-def _by_kernel(update: ThinUpdate, weight: Tensor) -> bool:
-    covered = update.wire == "int8" and weight.dtype != torch.float64
-    return covered and kernels.backend(weight.device) == "triton"
-
-
-def _launch(update: ThinUpdate, slot: Slot) -> None:
-    from logra_lab.kernels import apply as kernel  # needs Triton
-
-    start, layer = update.places[slot.layer]
-    rows = slice(start + slot.rows.start, start + slot.rows.stop)
-    assert update.exponents is not None  # int8
-    kernel.launch(
-        slot.weight,
-        update.values[rows].to(slot.weight.device),
-        update.exponents[rows].to(slot.weight.device),
-        update.projection(layer).key,
-        slot.columns.start,
-        slot.served,
-    )
-
-
-def _arithmetic(update: ThinUpdate, weight: Tensor) -> torch.dtype:
-    """The type in which the product is summed: int8 stands for integer sums. All are exact for the
-    int8 wire; where a CPU multiplies integers, that is the quickest."""
-    if weight.dtype == torch.float64:
-        return torch.float64
-    integer = update.wire == "int8" and weight.dtype == torch.float32
-    return torch.int8 if integer and weight.device.type == "cpu" and _vnni() else torch.float32
-
-
-@cache
-def _vnni() -> bool:
-    """Whether this CPU has dot products of int8 (elsewhere torch's integer product is slow)."""
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 def _check_slot(update: ThinUpdate, slot: Slot) -> None:

@@ -1,10 +1,13 @@
 """The kernel that applies an update gives the bits of the definition, whatever the layout."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from logra_lab.errors import InputError
 from logra_lab.philox import key_of
@@ -232,6 +235,147 @@ def test_several_updates_in_a_row_give_the_bits_of_the_torch_path(machine, dtype
         assert torch.equal(bits(W), bits(one.weight))
         if served is not None:
             assert torch.equal(bits(copy), bits(one.served))
+
+
+# --- fake tensors, torch.compile, tensors of engines, tangents ---
+
+LAYERS = [ThinLayer("q", 6, 20, "q"), ThinLayer("k", 4, 20, "q"), ThinLayer("o", 5, 20, "o")]
+
+
+def update_of(wire="int8", r=9):
+    torch.manual_seed(4)
+    U = torch.randn(sum(x.d for x in LAYERS), r) * 0.1
+    return ThinUpdate.round(U, LAYERS, run="t", base=0, seed=1, draw=2, wire=wire)
+
+
+def slots_of(dtype=torch.bfloat16):
+    """Weights of float32 with served copies; two layers share one A, one is a shard."""
+    g = torch.Generator().manual_seed(5)
+    cuts = {"q": slice(0, 20), "k": slice(0, 20), "o": slice(7, 18)}
+    slots = []
+    for layer in LAYERS:
+        W = torch.randn(layer.d, cuts[layer.name].stop - cuts[layer.name].start, generator=g)
+        served = None if layer.name == "k" else torch.zeros_like(W, dtype=dtype)
+        slots.append(Slot(layer.name, W, slice(0, layer.d), cuts[layer.name], served))
+    return slots
+
+
+def written(slots):
+    return [x for slot in slots for x in (slot.weight, slot.served) if x is not None]
+
+
+@pytest.mark.parametrize("wire", ["int8", "float32"])
+def test_fake_tensors_pass_and_keep_their_shapes(wire):
+    update, slots = update_of(wire), slots_of()
+    with FakeTensorMode() as mode:
+
+        def made(x, *names):
+            found = {name: getattr(x, name) for name in names}
+            return replace(
+                x, **{n: t if t is None else mode.from_tensor(t) for n, t in found.items()}
+            )
+
+        fake = made(update, "values", "exponents")
+        fakes = [made(slot, "weight", "served") for slot in slots]
+        torch_apply(fake, fakes)
+    for real, fake in zip(written(slots), written(fakes), strict=True):
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+@pytest.mark.parametrize("wire", ["int8", "float32"])
+def test_compiled_in_one_graph_the_bits_are_the_eager_ones_and_written_where_seen(wire):
+    update, eager, slots = update_of(wire), slots_of(), slots_of()
+    torch_apply(update, eager)
+
+    def step(slots):
+        before = slots[0].weight.sum()
+        torch_apply(update, slots)
+        return before, slots[0].weight * 2
+
+    before, after = torch.compile(step, fullgraph=True, backend="aot_eager")(slots)
+    for one, two in zip(written(slots), written(eager), strict=True):
+        assert torch.equal(bits(one), bits(two))
+    assert before == slots_of()[0].weight.sum()
+    assert torch.equal(after, 2 * eager[0].weight)
+
+
+def test_the_operator_keeps_the_rules_of_torch():
+    update, slots = update_of(), slots_of()
+    args = (
+        [x.weight for x in slots[:2]],
+        [update.values[:6], update.values[6:10]],
+        [update.exponents[:6], update.exponents[6:10]],
+        [torch.zeros(x.weight.shape) for x in slots[:2]],
+        *(0, 20, "q", 20, 9, 1, 2, "sign"),
+    )
+    torch.library.opcheck(torch.ops.logra_lab.apply.default, args)
+
+
+def by_kernel_in_inference_mode(update, engine):
+    """Under no_grad, in a process that takes the kernel; W and its copy made as an engine does."""
+    import os
+
+    calls, launch = [], apply.launch
+    apply.launch = lambda *x: calls.append(1) or launch(*x, blocks=SMALL)
+    os.environ["LOGRA_LAB_KERNELS"] = "triton"
+    try:
+        with torch.inference_mode(engine):
+            slots = slots_of()
+        versions = [0 if engine else x._version for x in written(slots)]
+        torch_apply(update, slots)
+        return (
+            written(slots),
+            len(calls),
+            engine or [x._version > v for x, v in zip(written(slots), versions, strict=True)],
+        )
+    finally:
+        del os.environ["LOGRA_LAB_KERNELS"]
+        apply.launch = launch
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_the_kernel_writes_tensors_without_versions_and_gives_others_a_new_one(interpreted, engine):
+    """`mutates_args` of a custom operator would refuse those that inference mode has made."""
+    scope = {"path": __file__, "update": update_of(), "engine": engine, "run": runpy.run_path}
+    code = "run(path)['by_kernel_in_inference_mode'](update, engine)"
+    got, calls, bumped = interpreted(eval, code, scope)
+    eager = slots_of()
+    torch_apply(update_of(), eager)
+    assert calls == 3
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, written(eager), strict=True))
+    assert engine or all(bumped)
+
+
+def test_the_torch_path_writes_tensors_of_inference_mode_inside_it():
+    eager = slots_of()
+    torch_apply(update_of(), eager)
+    with torch.inference_mode():
+        slots = slots_of()
+        torch_apply(update_of(), slots)
+    assert all(
+        torch.equal(bits(a), bits(b)) for a, b in zip(*map(written, (slots, eager)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("which", ["weight", "factor"])
+def test_a_tangent_that_would_be_dropped_is_refused(which):
+    """W, and the factor of a float wire, are all that could have one."""
+    update, slot = update_of("float32"), slots_of()[0]
+    before = slot.weight.clone()
+
+    def step(x):
+        moved = {"weight": slot.weight, "factor": update.values, which: x * 1}
+        torch_apply(
+            replace(update, values=moved["factor"]), [replace(slot, weight=moved["weight"])]
+        )
+        return moved["weight"]
+
+    x = {"weight": slot.weight, "factor": update.values}[which]
+    with pytest.raises(InputError, match="an update has none"):
+        torch.func.jvp(step, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(InputError, match="an update has none"):
+        step(forward_ad.make_dual(x, torch.ones_like(x)))
+    assert torch.equal(slot.weight, before)
 
 
 WRONG = {

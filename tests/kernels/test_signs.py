@@ -4,8 +4,10 @@ import json
 import runpy
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from logra_lab.errors import InputError
 from logra_lab.philox import key_of, rounding_words
@@ -14,6 +16,7 @@ from logra_lab.projection import Projection
 signs = pytest.importorskip("logra_lab.kernels.signs", reason="needs the triton package")
 HERE = Path(__file__).parent
 independent = runpy.run_path(str(HERE / "independent.py"))
+guards = runpy.run_path(str(HERE / "guards.py"))
 VECTORS = json.loads((HERE.parent / "philox.json").read_text())["vectors"]  # Random123's
 TOP = 1 << 32
 # Keys whose halves reach the top of 32 bits: a signed or swapped word would show.
@@ -99,6 +102,49 @@ def test_an_empty_slice_has_no_signs(machine, rows, columns):
 def test_indices_beyond_32_bits_are_refused_since_they_would_repeat(machine, rows, columns):
     with pytest.raises(InputError, match=r"expected a part of 0:2\*\*32"):
         machine.run(signs.launch, (1, 2), rows, columns, machine.device)
+
+
+# --- as an operator: `Projection.unit` ---
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+def test_the_kernel_draws_the_signs_of_a_projection_and_torch_those_of_gaussians(
+    interpreted, forced, dtype
+):
+    fields = {"path": "m", "k": 45, "rank": 37, "seed": 7, "draw": 2}
+    got = interpreted(Projection(**fields).unit, dtype)
+    assert torch.equal(got, Projection(**fields).unit(dtype))
+    assert (got.dtype, forced()) == (dtype, 1)
+    if dtype.is_floating_point:
+        normals = Projection(**fields, kind="gaussian")
+        assert torch.equal(interpreted(normals.unit, dtype), normals.unit(dtype))
+        assert forced() == 1
+
+
+@pytest.fixture
+def forced(interpreted):
+    yield from guards["forcing"](interpreted, "signs", "launch")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_get_the_shape_type_and_device_of_the_signs(device):
+    p = Projection("m", 40, 9)
+    with FakeTensorMode():
+        unit = p.unit(torch.bfloat16, device)
+        assert (unit.shape, unit.dtype, unit.device.type) == ((9, 40), torch.bfloat16, device)
+        assert p.matrix(device=device).shape == (9, 40)
+    assert torch.equal(p.unit(), Projection("m", 40, 9).unit())
+
+
+@pytest.mark.parametrize("kind", ["sign", "gaussian"])
+def test_compiled_in_one_graph_the_signs_are_the_eager_ones(kind, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # dynamo cannot trace it
+    p, x = Projection("m", 40, 9, kind=kind), torch.randn(3, 40)
+    whole = torch.compile(lambda x: x @ p.matrix().T, fullgraph=True, backend="aot_eager")
+    assert torch.equal(whole(x), x @ p.matrix().T)
+    torch.library.opcheck(
+        torch.ops.logra_lab.signs.default, (torch.float32, torch.device("cpu"), *p._fields)
+    )
 
 
 @pytest.mark.parametrize("name", ["_signs", "_rounding"])

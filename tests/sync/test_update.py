@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from logra_lab import projection
 from logra_lab.errors import InputError
-from logra_lab.sync import update as core
+from logra_lab.sync import operator
 from logra_lab.sync import wire as wires
 from logra_lab.sync.errors import ShapeMismatch
 from logra_lab.sync.update import Slot, ThinUpdate, apply
 from logra_lab.sync.wire import ThinLayer, payload_bytes
 
-philox = runpy.run_path(str(Path(__file__).parents[1] / "reference.py"))["philox"]
+reference = runpy.run_path(str(Path(__file__).parents[1] / "reference.py"))
+philox, inside = reference["philox"], reference["inside"]
 LAYERS = (
     ThinLayer("m.q", 13, 151, "m.q"),
     ThinLayer("m.k", 5, 151, "m.q"),  # reads what m.q reads
@@ -307,7 +308,7 @@ def copies(W):
 @pytest.fixture(params=[True, False], ids=["integers", "floats"])
 def _arithmetic(request, monkeypatch):
     """Both ways to sum, also where the CPU would choose one of them."""
-    monkeypatch.setattr(core, "_vnni", lambda: request.param)
+    monkeypatch.setattr(operator, "_vnni", lambda: request.param)
 
 
 @pytest.mark.usefixtures("_arithmetic")
@@ -478,7 +479,7 @@ class Created(TorchDispatchMode):
         self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        out = inside(self, func, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         old = {x.untyped_storage().data_ptr() for x in given}
         for x in tree_leaves(out):
