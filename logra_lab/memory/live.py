@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
     CUDA runs on another one.
 
     Attributes: `events`, for each operation its name and the bytes alive after it, by category;
-        `marks`, (number of events so far, text). Cost: Python for every operation.
+        `marks`, (number of an event, text). Cost: Python for every operation.
     """
 
     def __init__(self, kind: Callable[[Tensor], str] = lambda tensor: "bytes") -> None:
@@ -35,8 +35,9 @@ class LiveBytes(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def mark(self, text: str) -> None:
-        """Name this place in the sequence of events."""
+        """Name this place: an event of its own, after all that the last operation let go of."""
         self.marks.append((len(self.events), text))
+        self.events.append((text, Counter(self.now)))
 
     @property
     def total(self) -> int:
