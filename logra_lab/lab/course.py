@@ -23,7 +23,9 @@ from logra_lab.lab import report
 from logra_lab.lab.context import Context, write_context
 from logra_lab.lab.kernel import Execution, execute
 from logra_lab.lab.notebook import Notebook, bind, parse_values, read_notebook
+from logra_lab.lab.page import write_index
 from logra_lab.lab.presets import preset as find_preset
+from logra_lab.lab.render import write_html
 from logra_lab.lab.report import Result, spell
 from logra_lab.lab.verdict import reason_of_failure
 
@@ -91,19 +93,24 @@ def run_course(plan: Plan, console: Console | None = None) -> int:
     console = console or Console()
     results: list[Result] = []
     names = [notebook.name for notebook, _ in plan.notebooks]
-    report.write_summary(plan.run_dir, plan.preset, results, names)
+    _write_state(plan, results, names)
     with _Progress(plan, console) as progress:
         for notebook, parameters in plan.notebooks:
             result = _run_one(plan, notebook, parameters, progress)
             results.append(result)
             progress.finished(result)
-            report.write_summary(plan.run_dir, plan.preset, results, names[len(results) :])
+            _write_state(plan, results, names[len(results) :])
             if result.status == "interrupted":
                 break
     report.print_table(console, plan.run_dir, plan.preset, results, names[len(results) :])
     if any(result.status == "interrupted" for result in results):
         return 130
     return 0 if all(result.status == "passed" for result in results) else 1
+
+
+def _write_state(plan: Plan, results: Sequence[Result], waiting: Sequence[str]) -> None:
+    report.write_summary(plan.run_dir, plan.preset, results, waiting)
+    write_index(plan.run_dir, plan.notebooks[0][0].path.parent)
 
 
 def _run_one(
@@ -136,11 +143,11 @@ def _run_one(
         )
         reason = reason_of_failure(execution, output, context, parameters, plan.limit_s, started)
     if reason is None:
-        reason = report.write_html(output, page)
+        reason = write_html(output, page)
     result = _result(notebook, execution, reason)
     if reason is not None:
         report.mark_failed(output, notebook.path, result, execution.cell)
-        report.write_html(output, page)
+        write_html(output, page)
     report.complete_record(Path(context.record), result, plan.preset, parameters)
     return result
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: files that say how they ended, HTML, a summary and a table."""
+"""What a run leaves behind: files that say how they ended, a summary and a table."""
 
 import json
 import os
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbconvert import HTMLExporter
 from papermill.execute import remove_error_markers
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_BANNER_TAG = "logra-lab-verdict"
+BANNER_TAG = "logra-lab-verdict"
 
 
 @dataclass(frozen=True)
@@ -89,29 +88,11 @@ def mark_failed(output: Path, source: Path, result: Result, cell: int | None) ->
     banner = nbformat.v4.new_markdown_cell(
         f"> **This run {result.status if result.status != 'interrupted' else 'was interrupted'}.** "
         f"{result.reason}",
-        metadata={"tags": [_BANNER_TAG]},
+        metadata={"tags": [BANNER_TAG]},
     )
     node.cells.insert(0, banner)
     output.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(node, output)
-
-
-def write_html(executed: Path, target: Path) -> str | None:
-    """Render with embedded images; the page follows the reader's light or dark setting.
-
-    Returns what went wrong, as a notebook that cannot be rendered has failed.
-    """
-    exporter = HTMLExporter(embed_images=True)
-    try:
-        body, _ = exporter.from_filename(str(executed))
-    except Exception as error:  # noqa: BLE001  the template engine raises whatever it likes
-        return f"HTML export failed with {type(error).__name__}: {error}"
-    sheets = (Path(folder) / "static" / "theme-dark.css" for folder in exporter.template_paths)
-    dark = next(sheet for sheet in sheets if sheet.is_file()).read_text(encoding="utf-8")
-    style = f"<style>@media (prefers-color-scheme: dark) {{\n{dark}\n}}</style>\n</head>"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(body.replace("</head>", style, 1), encoding="utf-8")
-    return None
 
 
 def write_summary(
@@ -171,6 +152,7 @@ def print_table(
         if remark := result.remark(preset):
             console.print(f"note on {result.notebook}: {remark}")
     for folder, what in (
+        ("index.html", "the course as a page"),
         ("notebooks", "executed notebooks"),
         ("html", "the same as HTML"),
         ("figures", "figures"),
@@ -178,7 +160,7 @@ def print_table(
         ("logs", "full output"),
         ("course.json", "summary"),
     ):
-        console.print(f"  {what:<19} {run_dir / folder}", soft_wrap=True, highlight=False)
+        console.print(f"  {what:<20} {run_dir / folder}", soft_wrap=True, highlight=False)
 
 
 def _clean(text: str) -> str:

@@ -92,6 +92,17 @@ def save(fig: Figure, name: str) -> Path:
     folder = Path(context.figures) if context else interactive_folder() / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
-    fig.savefig(path)
+    fig.savefig(path, metadata={"Description": describe(fig)})
     declare(path)
     return path
+
+
+def describe(fig: Figure) -> str:
+    """What the figure shows, for whoever cannot see it: quantities, axes and series."""
+    said = []
+    for ax in (ax for ax in fig.axes if ax.has_data() and ax.axison):
+        lines = ax.get_legend_handles_labels()[1]
+        title = f"{ax.get_title()}: " if ax.get_title() else ""
+        series = f" ({'; '.join(dict.fromkeys(lines))})" if lines else ""
+        said.append(f"{title}{ax.get_ylabel()} against {ax.get_xlabel()}{series}")
+    return "Chart. " + ". ".join(" ".join(one.split()) for one in said)

@@ -76,6 +76,12 @@ def course(tmp_path: Path) -> Course:
     return Course(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def shared_course(tmp_path_factory: pytest.TempPathFactory) -> Course:
+    """For one run that several tests read; whoever changes files works on a copy."""
+    return Course(tmp_path_factory.mktemp("course"))
+
+
 @pytest.fixture
 def make_book() -> Callable[..., nbformat.NotebookNode]:
     return book
