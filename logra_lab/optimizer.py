@@ -20,7 +20,7 @@ from logra_lab.philox import SCHEME_VERSION
 from logra_lab.projection import canonical_path
 from logra_lab.ranks import ALONE, Ranks
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_adam_
-from logra_lab.sketch import TARGETS, Sketch
+from logra_lab.sketch import TARGETS, Layer, Sketch
 from logra_lab.sync.update import Slot, ThinUpdate, apply
 from logra_lab.sync.wire import WIRES, ThinLayer
 
@@ -324,11 +324,11 @@ class LoGRA:
         return total / count
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values; with the weights, all that a resumed run needs."""
+        """Tensors and plain values, whole on every rank; with the weights, all that a run needs."""
         return {
             "t": self.t,
             "run": self.run,
-            "v": self.v.clone(),
+            "v": torch.cat([self.sketch.ranks.gather(v, layer.d) for v, layer in self._rows()]),
             "mismatch": self.mismatch.m,
             "fd_hint": None if self.fd_hint is None else list(self.fd_hint),
             "fixed": self._identity(),
@@ -349,12 +349,19 @@ class LoGRA:
                     f"checkpoint does not fit: {key} is {_short(theirs.get(key))} there and "
                     f"{_short(value)} here; resume with the settings of the checkpoint"
                 )
-        self.v.copy_(state["v"])
+        whole = state["v"].split([layer.d for layer in self.sketch.layers.values()])
+        for (v, layer), rows in zip(self._rows(), whole, strict=True):
+            v.copy_(rows[layer.held])
         self.t, self.run = state["t"], state["run"]
         self.fd_hint = None if state["fd_hint"] is None else tuple(state["fd_hint"])
         self.mismatch = kl.Mismatch(state["mismatch"])
         self.sketch.zero_()
         self.sketch.redraw(self.draw)
+
+    def _rows(self) -> list[tuple[Tensor, Layer]]:
+        """Each layer with its part of v."""
+        layers = list(self.sketch.layers.values())
+        return list(zip(self.v.split([len(layer.S) for layer in layers]), layers, strict=True))
 
     def _identity(self) -> dict[str, Any]:
         sketch = self.sketch

@@ -79,7 +79,7 @@ class GroupRanks(Ranks):
     def gather(self, x: Tensor, d: int) -> Tensor:
         """Cost: d rows in memory, and as many over the wire."""
         whole = x.new_empty(self.size * -(-d // self.size), *x.shape[1:])
-        dist.all_gather_into_tensor(whole, self._padded(x, len(whole) // self.size), self.group)
+        dist.all_gather_single(whole, self._padded(x, len(whole) // self.size), self.group)
         return whole[:d]
 
     def scatter_sum(self, whole: Float[Tensor, "d r"]) -> Arriving:
@@ -87,7 +87,7 @@ class GroupRanks(Ranks):
         chunk = -(-d // self.size)
         out = whole.new_empty(chunk, *whole.shape[1:])
         padded = self._padded(whole, chunk * self.size)
-        work = dist.reduce_scatter_tensor(out, padded, group=self.group, async_op=True)
+        work = dist.reduce_scatter_single(out, padded, group=self.group, async_op=True)
         span = self.rows(d)
         return Arriving(out[: span.stop - span.start], work)
 

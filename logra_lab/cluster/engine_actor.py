@@ -7,27 +7,22 @@ dictionary of plain values that also tells the version, the memory and the secon
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from huggingface_hub import snapshot_download
 
 from logra_lab.cluster.broadcast import Broadcast
-from logra_lab.cluster.pieces import pack
+from logra_lab.cluster.pieces import pack, read_only
 from logra_lab.errors import InputError
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.engines import CopyEngine, make_engine
 from logra_lab.rl.environment import versions
-from logra_lab.rl.policies import SMALL_FOLDER, Policy, load_policy
+from logra_lab.rl.policies import load_policy, policy_folder
 from logra_lab.sync.errors import NeedsFullSync, SyncError, VersionGap, WrongRun
 from logra_lab.sync.update import ThinUpdate
-
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 class EngineActor:
@@ -65,7 +60,7 @@ class EngineActor:
             import ray
 
             self.forget("a full sync did not come to its end")
-            whole = base if isinstance(base, str) else {n: _tensor(a) for n, a in base.items()}
+            whole = base if isinstance(base, str) else {n: read_only(a) for n, a in base.items()}
             self._made().full_sync(whole, run, version)
             self.run = run
             for reference in updates:
@@ -135,7 +130,7 @@ class EngineActor:
 
             ranks = config.engine_tensor_parallel
             self.engine = VLLMEngine(
-                _source(config.policy),
+                policy_folder(config.policy),
                 temperature=config.temperature,
                 max_new_tokens=config.max_new_tokens,
                 max_prompt_tokens=config.max_prompt_tokens,
@@ -169,29 +164,6 @@ class EngineActor:
         answer = work()
         seconds = time.perf_counter() - start
         return answer | {"version": self._made().version, "seconds": seconds} | _memory()
-
-
-def _source(name: str) -> Path | Policy:
-    """The folder of a policy, for vLLM to load without a float32 copy in this process; SmolLM2,
-    which has to be unpacked, as a policy in memory. Raises `InputError` as `load_policy`."""
-    folder = SMALL_FOLDER if name == "small" else Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    if name == "smollm2":
-        return load_policy(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_MODEL_FILES))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"policy {name!r}: no such folder, and not to be had from the hub ({error!s:.200})"
-        ) from error
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """The same memory as a tensor, which is only read: arrays of the object store are read-only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
 
 
 def _memory() -> dict[str, Any]:

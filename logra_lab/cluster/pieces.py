@@ -1,6 +1,7 @@
 """A batch in pieces for several engines, and a piece's responses as plain arrays."""
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -57,3 +58,10 @@ def unpack(prompts: list[list[int]], packed: list[dict[str, Any]]) -> Rollout:
         joined.finish += piece["finish"]
         joined.texts += piece["texts"]
     return joined
+
+
+def read_only(array: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor, which is only read: arrays of the object store are read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)

@@ -18,6 +18,7 @@ import torch
 from logra_lab.atomic import previous_path, write_atomically
 from logra_lab.errors import InputError, LograError
 
+NAME = "checkpoint.pt"  # in a run's folder
 _MARK = b"logra-lab checkpoint 1 sha256:"
 _HEX = 64
 _BLOCK = 1 << 20

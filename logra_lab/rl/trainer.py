@@ -192,6 +192,14 @@ class Trainer:
             "weights": self.learner.weights(),
         }
 
+    def check_frozen(self, state: dict[str, Any]) -> None:
+        """Raise `InputError` if the checkpoint is of a policy with other frozen weights."""
+        if not math.isclose(self.norm_at_start, state["frozen_norm"], rel_tol=1e-5):
+            raise InputError(
+                f"the policy's frozen weights have norm {self.norm_at_start:.9g}, the checkpoint's "
+                f"{state['frozen_norm']:.9g}: load the same policy"
+            )
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; `InputError` says what does not fit, before anything is changed."""
@@ -201,11 +209,7 @@ class Trainer:
         if shapes != theirs:
             odd = sorted({name for name, _ in shapes.items() ^ theirs.items()})
             raise InputError(f"checkpoint and model differ in {odd[:5]}: load the same policy")
-        if not math.isclose(self.norm_at_start, state["frozen_norm"], rel_tol=1e-5):
-            raise InputError(
-                f"the policy's frozen weights have norm {self.norm_at_start:.9g}, the checkpoint's "
-                f"{state['frozen_norm']:.9g}: load the same policy"
-            )
+        self.check_frozen(state)
         self.learner.load_state_dict(state["learner"])
         for name, weight in weights.items():
             weight.copy_(state["weights"][name])

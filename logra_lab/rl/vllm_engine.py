@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from logra_lab.errors import InputError
 from logra_lab.rl import vllm_process
-from logra_lab.rl.policies import Policy, make_policy
+from logra_lab.rl.policies import Policy, folder_policy
 from logra_lab.rl.rollout import Rollout
 from logra_lab.rl.vllm_sampling import (
     RolloutError,
@@ -229,15 +228,3 @@ class VLLMEngine(VLLMClient):
                     f"prompt {i} holds token ids {min(prompt)}..{max(prompt)}, expected 0.."
                     f"{size - 1}; encode prompts with the policy's own tokenizer"
                 )
-
-
-def folder_policy(folder: Path) -> Policy:
-    """Tokenizer, stop ids and sizes of a model folder; the weights stay on disk."""
-    if not (folder / "config.json").is_file():
-        raise InputError(f"no model folder at {folder}: expected config.json in it")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return make_policy(model, tokenizer, str(folder))

@@ -1,0 +1,40 @@
+"""Trainers and engines of a run as groups of processes on one Ray."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from logra_lab.cluster.engines import EngineGroup
+from logra_lab.cluster.node import Needs, start
+from logra_lab.cluster.trainers import TrainerGroup
+from logra_lab.errors import InputError
+from logra_lab.rl.config import TrainConfig
+from logra_lab.rl.policies import Policy, folder_policy, load_policy, policy_folder
+from logra_lab.rl.trainer import Trainer
+
+
+def make(
+    config: TrainConfig, policy: Policy | None, run_dir: Path, stack: ExitStack
+) -> tuple[Policy, Trainer | TrainerGroup, EngineGroup]:
+    """The policy as this process needs it, the trainer and the engines; `stack` ends them.
+
+    With trainers of their own, no weights are loaded here. Raises as `node.start`, `TrainerGroup`
+    and `EngineGroup` do, and `InputError` for a policy in memory: the processes load it by name.
+    """
+    if policy is not None:
+        raise InputError("trainers and engines on Ray load the policy by its name: set policy")
+    folder = policy_folder(config.policy)
+    cluster = stack.enter_context(start(config.ray_address, Needs.of(config)))
+    if not config.trainers:
+        policy = load_policy(config.policy)
+        trainer = Trainer(policy, config)
+        return policy, trainer, EngineGroup(config, cluster, trainer.targets)
+    with ThreadPoolExecutor(1) as pool:  # both take their time to start
+        starting = pool.submit(TrainerGroup, config, cluster, folder, run_dir)
+        try:
+            engines = EngineGroup(config, cluster)
+        finally:
+            group = starting.result()
+            stack.callback(group.close)
+    engines.weights = group.targets
+    return folder_policy(folder), group, engines
