@@ -83,8 +83,6 @@ class EngineActor:
 
     def prepare(self, run: str, base: int) -> None:
         """Whether `receive` would take this update: before anyone waits for anyone."""
-        if self.broadcast is None:
-            raise SyncError("this engine has joined no group")
         version = self._made().version
         if version is None:
             raise NeedsFullSync("the engine's weights are of unknown version")
