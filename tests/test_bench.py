@@ -65,15 +65,18 @@ def closed_forms(sizes):
         "project": (sum(4 * (n * k + n * r) for k in inputs), sum(2 * n * k * r for k in inputs)),
         # H and P read, S read and written
         "accumulate": (sum(4 * n * (d + r) + 8 * d * r for d, _ in shapes), 2 * n * r * d_all),
-        # A Aᵀ written and read, D read; 2kr² for the one, 2dr² for the other
-        "gram": (
-            sum(8 * r * r + 4 * d * r for d, _ in shapes),
-            sum(2 * k * r * r + 2 * d * r * r for d, k in shapes),
-        ),
+        # A Aᵀ written at each input; read with D, whose product with it has 2dr²
+        "gram": (len(inputs) * 4 * r * r, sum(2 * k * r * r for k in inputs)),
+        "squared_norm": (sum(4 * r * r + 4 * d * r for d, _ in shapes), 2 * d_all * r * r),
         "row_adam": (12 * flat * r + 20 * flat, 3 * flat * r),
         # W read and written, int8 factor and exponents read
         "apply": (
             sum(8 * d * k + d * r + d for d, k in shapes),
+            sum(2 * d * k * r for d, k in shapes),
+        ),
+        # and the bfloat16 copy written
+        "apply_served": (
+            sum(10 * d * k + d * r + d for d, k in shapes),
             sum(2 * d * k * r for d, k in shapes),
         ),
         "kl_variance": (8 * rows * V + 4 * rows, 9 * rows * V),

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from logra_lab import kernels, kl, rowadam
 from logra_lab.bench.roofline import Case, Part
 from logra_lab.projection import Projection
+from logra_lab.sketch import accumulate
+from logra_lab.sync.operator import arithmetic
 from logra_lab.sync.update import Slot, ThinUpdate, apply
 from logra_lab.sync.wire import ThinLayer
 
@@ -61,8 +63,9 @@ class Cases:
 
     def all(self) -> dict[str, Case]:
         """By the kernels' names."""
-        made = (self.signs, self.project, self.accumulate, self.gram, self.row_adam, self.apply)
-        found = {make.__name__: make() for make in made}
+        made = (self.signs, self.project, self.accumulate, self.gram, self.squared_norm)
+        found = {make.__name__: make() for make in (*made, self.row_adam, self.apply)}
+        found["apply_served"] = self.apply(served=True)
         return found | {f"kl_{kind}": self.kl(kind) for kind in ("variance", "realised", "token")}
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -84,17 +87,10 @@ class Cases:
         sites, r = self.sizes.sites, self.sizes.rank
         parts = [Part(r * k * (1 if self.triton else 4), 0) for k in sites.values()]
 
-        def one(site: str, k: int) -> Tensor:
-            projection = self.fresh(site, k)
-            if not self.triton:
-                return projection.unit(device=self.device)
-            from logra_lab.kernels.signs import launch
-
-            return launch(projection.key, slice(0, r), slice(0, k), self.device)
-
+        dtype = torch.int8 if self.triton else torch.float32
         return Case(
             tuple(parts),
-            lambda: [one(*site) for site in sites.items()],
+            lambda: [self.fresh(*site).unit(dtype, self.device) for site in sites.items()],
             lambda: [self.naive_A(k) for k in sites.values()],
         )
 
@@ -127,31 +123,44 @@ class Cases:
             for x in s.layers
         ]
 
-        def one(sums: Tensor, h: Tensor) -> Tensor:
-            if not self.triton:  # what the hook of `Sketch` does
-                return sums.addmm_(h.to(sums.dtype).T, P.to(sums.dtype))
-            from logra_lab.kernels.accumulate import accumulate
-
-            return accumulate(sums, h, P)
-
         def naive() -> None:
             for sums, h in zip(S, H, strict=True):
                 sums += h.float().T @ P.float()
 
-        return Case(tuple(parts), lambda: [one(*x) for x in zip(S, H, strict=True)], naive)
+        def ours() -> None:
+            for sums, h in zip(S, H, strict=True):
+                accumulate(sums, h, P)
+
+        return Case(tuple(parts), ours, naive)
 
     def gram(self) -> Case:
-        """⟨D (A Aᵀ), D⟩ of each layer of a block."""
+        """A Aᵀ at each input of a block, as a step asks for it."""
+        s, r = self.sizes, self.sizes.rank
+        unit = torch.int8 if self.triton else torch.float32
+        parts = [Part(4 * r * r, 2 * k * r * r, unit) for k in s.sites.values()]
+
+        def naive(k: int) -> Tensor:
+            A = self.naive_A(k)
+            return A @ A.T
+
+        return Case(
+            tuple(parts),
+            lambda: [self.fresh(*site).gram(device=self.device) for site in s.sites.items()],
+            lambda: [naive(k) for k in s.sites.values()],
+        )
+
+    def squared_norm(self) -> Case:
+        """⟨D gram, D⟩ of each layer of a block, with A Aᵀ ready; the naive way has A ready."""
         s, r = self.sizes, self.sizes.rank
         D = [self.normal(x.d, r, dtype=torch.float32) for x in s.layers]
-        unit = torch.int8 if self.triton else torch.float32
-        parts = [Part(4 * r * r, 2 * x.k * r * r, unit) for x in s.layers]
-        parts += [Part(4 * r * (x.d + r), 2 * x.d * r * r) for x in s.layers]
+        grams = {site: self.fresh(site, k).gram(device=self.device) for site, k in s.sites.items()}
+        A = {site: self.naive_A(k) for site, k in s.sites.items()}
+        parts = [Part(4 * r * (x.d + r), 2 * x.d * r * r) for x in s.layers]
         pairs = list(zip(D, s.layers, strict=True))
         return Case(
             tuple(parts),
-            lambda: [self.fresh(x.site, x.k).squared_norm(d) for d, x in pairs],
-            lambda: [(d @ self.naive_A(x.k)).square().sum() for d, x in pairs],
+            lambda: [torch.ops.logra_lab.squared_norm(d, grams[x.site]) for d, x in pairs],
+            lambda: [(d @ A[x.site]).square().sum() for d, x in pairs],
         )
 
     def row_adam(self) -> Case:
@@ -174,21 +183,27 @@ class Cases:
         part = Part(12 * total * s.rank + 20 * total, 3 * total * s.rank)
         return Case((part,), lambda: rowadam.row_adam_(S, v, sizes), naive)
 
-    def apply(self) -> Case:
-        """W ← W − U A of each layer of a block, float32 weights, the int8 wire."""
+    def apply(self, served: bool = False) -> Case:
+        """W ← W − U A of each layer of a block, float32 weights, the int8 wire; `served`: with a
+        bfloat16 copy of the new W written in the same pass, and counted in what moves."""
         s, r = self.sizes, self.sizes.rank
         W = {x.name: self.normal(x.d, x.k, dtype=torch.float32) for x in s.layers}
         U = self.normal(sum(x.d for x in s.layers), r, dtype=torch.float32).mul_(_STEP)
         update = ThinUpdate.round(U, s.layers, run="bench", base=0, seed=0, draw=1)
-        slots = [Slot.whole(name, weight) for name, weight in W.items()]
-        unit = torch.int8 if self.triton else _arithmetic(update, slots[0].weight)
-        parts = [Part(8 * x.d * x.k + x.d * (r + 1), 2 * x.d * x.k * r, unit) for x in s.layers]
+        copies = {name: w.bfloat16() for name, w in W.items()} if served else {}
+        slots = [Slot.whole(name, weight, copies.get(name)) for name, weight in W.items()]
+        unit = arithmetic(torch.int8, torch.float32, torch.device(self.device))
+        unit = torch.int8 if self.triton else unit
+        size = 10 if served else 8  # bytes that move for an entry of W
+        parts = [Part(size * x.d * x.k + x.d * (r + 1), 2 * x.d * x.k * r, unit) for x in s.layers]
 
         def naive() -> None:
             for x, u in zip(s.layers, U.split([x.d for x in s.layers]), strict=True):
                 W[x.name] -= u @ self.naive_A(x.k)
+                if served:
+                    copies[x.name].copy_(W[x.name])
 
-        moved = 8 * sum(x.d * x.k for x in s.layers)
+        moved = size * sum(x.d * x.k for x in s.layers)
         return Case(tuple(parts), lambda: apply(update, slots), naive, moved)
 
     def kl(self, kind: str) -> Case:

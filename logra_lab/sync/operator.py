@@ -81,7 +81,7 @@ def _apply(
     *fields: str | int,
 ) -> None:
     projection, first = found(*fields), weights[0]
-    copies = served or [None] * len(weights)
+    copies: Sequence[Tensor | None] = served or [None] * len(weights)
     covered = values[0].dtype == torch.int8 and first.dtype != torch.float64
     if covered and kernels.backend(first.device) == "triton":
         from logra_lab.kernels import apply as kernel  # needs Triton
@@ -93,14 +93,14 @@ def _apply(
                 torch.autograd.graph.increment_version(x)
         return
     dtype = arithmetic(values[0].dtype, first.dtype, first.device)
-    scales = [power_of_two(e) for e in exponents] or [None] * len(weights)
-    if dtype == torch.int8:
-        factors = values
-    else:
-        pairs = zip(values, scales, strict=True)
-        factors = [f.to(dtype) if s is None else f.to(dtype).mul_(s[:, None]) for f, s in pairs]
-        scales = [None] * len(weights)
-    parts = zip(weights, factors, scales, copies, strict=True)
+    factors, scales = values, [power_of_two(e) for e in exponents]
+    if dtype != torch.int8:
+        factors = [f.to(dtype) for f in values]  # a copy where there are scales: those are int8
+        for f, scale in zip(factors, scales, strict=False):
+            f.mul_(scale[:, None])
+        scales = []
+    rows: Sequence[Tensor | None] = scales or [None] * len(weights)
+    parts = zip(weights, factors, rows, copies, strict=True)
     projection.subtract_(list(parts), slice(start, stop))
 
 
