@@ -13,8 +13,8 @@ from logra_lab.rl.recompute import recomputed_layers
 from logra_lab.sketch import TARGETS, Sketch, find_targets
 
 GRADIENT, SKETCH = "weight gradients", "sketch S"
-#: What backward needs of the forward, and what it makes on its way down; a softmax over the ids.
-FLOW, LOGITS = "activations and their gradients", "logits and theirs"
+#: What backward needs of the forward, and what it makes on its way down.
+FLOW = "activations and their gradients"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ def timeline(
     targets = find_targets(model, TARGETS)
     shapes = {tuple(m.weight.shape) for m in targets.values()}
     widths = {size for shape in shapes for size in shape}
-    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
     for ids in batches:
         if ids.numel() in widths:
             raise InputError(
@@ -76,9 +75,7 @@ def timeline(
 
     def kind(tensor: Tensor) -> str:
         shape = tuple(tensor.shape)
-        if shape in shapes or shape[::-1] in shapes:
-            return GRADIENT
-        return LOGITS if shape[-1:] == (vocab,) else FLOW
+        return GRADIENT if shape in shapes or shape[::-1] in shapes else FLOW
 
     tokens = sum(ids.numel() for ids in batches)
     with LiveBytes(kind) as live:
@@ -89,7 +86,7 @@ def timeline(
             del loss
             live.mark(f"backward {number}")
     held = {SKETCH: sketch.flat.nbytes} if sketch is not None else {}
-    kinds = [name for name in (GRADIENT, FLOW, LOGITS) if any(now[name] for _, now in live.events)]
+    kinds = [name for name in (GRADIENT, FLOW) if any(now[name] for _, now in live.events)]
     series = {name: [size] * len(live.events) for name, size in held.items()}
     series |= {name: [now[name] for _, now in live.events] for name in kinds}
     return Timeline(series, live.marks)
