@@ -1,4 +1,4 @@
-"""The `logra-lab` command: `course`, `train`, `plan`, `sync`, `bench`.
+"""The `logra-lab` command: `course`, `train`, `export`, `plan`, `sync`, `bench`.
 
 Exit status: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C. Errors are one line that says what
 to do. Whatever a subcommand needs is imported when it runs, so that `--help` is quick.
@@ -78,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     _add_plan(commands)
+    export = commands.add_parser("export", help="a trained policy as a Hugging Face folder")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of `train`, evaluated")
+    export.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="a folder that is new")
+    export.set_defaults(command=_export)
+
     _add_sync(commands)
     bench = commands.add_parser("bench", help="measure, and compare with the stated bounds")
     bench.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
@@ -214,6 +219,15 @@ def _plan(args: argparse.Namespace) -> int:
         context=args.context,
     )
     return cli.main(args.model, setup, args.json)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from logra_lab.rl import export
+
+    export.check_evaluated(args.run_dir)  # before anything is loaded
+    policy = export.trained_policy(args.run_dir)
+    print(f"exported to {export.export_policy(args.run_dir, policy, args.out_dir)}")
+    return 0
 
 
 def _sync(args: argparse.Namespace) -> int:

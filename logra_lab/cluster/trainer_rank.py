@@ -9,15 +9,15 @@ import socket
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
+from logra_lab.cluster import shards
 from logra_lab.cluster.sharded import sharded_policy
 from logra_lab.projection import canonical_path
 from logra_lab.ranks import GroupRanks
@@ -25,17 +25,6 @@ from logra_lab.rl.config import make_config
 from logra_lab.rl.environment import peak_memory_mib
 from logra_lab.rl.learners import LoGRALearner
 from logra_lab.rl.trainer import Share, Taken, Trainer
-from logra_lab.sync.journal_replay import Replay
-from logra_lab.sync.update import apply
-
-
-class Source(NamedTuple):
-    """Where weights come from: a folder of shards or a base file, else the policy as it is loaded;
-    then these versions of the journal."""
-
-    shards: str | None
-    base: str | None
-    updates: range
 
 
 class TrainerRank:
@@ -120,23 +109,14 @@ class TrainerRank:
 
     def save(self, folder: str) -> None:
         """Write the trained weights to a new folder, each rank its rows."""
-        dcp.save(self._weights(), checkpoint_id=folder, process_group=self.ranks.group)
+        group = self.ranks.group
+        dcp.save(shards.weights(self.learner), checkpoint_id=folder, process_group=group)
 
-    def restore(self, state: dict[str, Any], source: Source, journal: str | None) -> None:
-        """Moments and counters of `state`; weights from `source`, then the journal's updates.
-
-        Shards may come from another number of ranks.
-        """
+    def restore(self, state: dict[str, Any], source: shards.Source, run_dir: str) -> None:
+        """Weights from `source`, moments and counters of `state`."""
         self.trainer.check_frozen(state)
         self.learner.load_state_dict(state["learner"])
-        if source.shards is not None:
-            dcp.load(self._weights(), checkpoint_id=source.shards, process_group=self.ranks.group)
-        elif source.base is not None:
-            with safe_open(source.base, framework="pt") as base:
-                for slot in self.learner.slots():
-                    slot.weight.copy_(base.get_slice(slot.layer)[slot.rows])
-        for version in source.updates:
-            apply(Replay.open(str(journal)).update(version), self.learner.slots())
+        shards.read(source, Path(run_dir), self.learner, self.ranks.group)
 
     def leave(self) -> None:
         dist.destroy_process_group()
@@ -144,7 +124,3 @@ class TrainerRank:
     @property
     def learner(self) -> LoGRALearner:
         return cast(LoGRALearner, self.trainer.learner)
-
-    def _weights(self) -> dict[str, Any]:
-        layers = self.learner.sketch.layers.items()
-        return {f"{path}.weight": layer.module.weight.detach() for path, layer in layers}

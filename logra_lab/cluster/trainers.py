@@ -6,7 +6,6 @@ weights are sharded files of some version, the journal holds the updates after i
 counters are small enough to be written every step.
 """
 
-import hashlib
 import shutil
 import time
 import uuid
@@ -17,15 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from logra_lab.cluster import shards
 from logra_lab.cluster.node import Cluster, ClusterError
 from logra_lab.cluster.pieces import read_only
-from logra_lab.cluster.trainer_rank import Source, TrainerRank
+from logra_lab.cluster.trainer_rank import TrainerRank
 from logra_lab.errors import LograError
 from logra_lab.rl.checkpoint import CheckpointError
 from logra_lab.rl.config import TrainConfig
-from logra_lab.rl.publish import JOURNAL
 from logra_lab.rl.trainer import Share, Taken
-from logra_lab.sync.journal_replay import Replay
 
 _GRACE = 3.0  # seconds in which the rank that failed first is looked for
 
@@ -102,7 +100,7 @@ class TrainerGroup:
 
     def save(self, version: int) -> None:
         """The weights of `version` into `shards/`: whole or not at all."""
-        folder = self.run_dir / "shards" / f"{version:08d}"
+        folder = shards.folder_of(self.run_dir, version)
         partial = folder.with_suffix(".partial")
         try:
             for old in (partial, folder):
@@ -110,7 +108,7 @@ class TrainerGroup:
                     shutil.rmtree(old)
             partial.parent.mkdir(parents=True, exist_ok=True)
             self._all("save", str(partial))
-            digests = _digests(partial)
+            digests = shards.digests(partial)
             partial.rename(folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -122,41 +120,18 @@ class TrainerGroup:
 
     def prune(self) -> None:
         """Remove shards that neither the checkpoint nor the one before it names."""
-        kept = {f"{saved['version']:08d}" for saved in self.saved}
+        kept = {shards.folder_of(self.run_dir, saved["version"]).name for saved in self.saved}
         for folder in (self.run_dir / "shards").glob("*"):
             if folder.name not in kept:
                 shutil.rmtree(folder)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, of any number of ranks; `CheckpointError` if files lack."""
-        journal = self.run_dir / JOURNAL
-        source = self._source(state, Replay.open(journal) if journal.is_dir() else None)
-        self._all(
-            "restore", {k: state[k] for k in ("learner", "frozen_norm")}, source, str(journal)
-        )
+        source = shards.find_source(self.run_dir, state)
+        own = {k: state[k] for k in ("learner", "frozen_norm")}
+        self._all("restore", own, source, str(self.run_dir))
         self.run, self.t = state["learner"]["run"], state["learner"]["t"]
         self.saved = list(state["shards"])
-
-    def _source(self, state: dict[str, Any], journal: Replay | None) -> Source:
-        """The shards if the journal leads on from there, else the journal's own base."""
-        target = state["learner"]["t"]
-        version, shards = 0, None
-        for saved in state["shards"]:
-            version, folder = saved["version"], self.run_dir / "shards" / f"{saved['version']:08d}"
-            if _digests(folder) != saved["digests"]:
-                raise CheckpointError(f"checkpoint {folder} is damaged or not whole")
-            shards = str(folder)
-        held = set() if journal is None else set(journal.contents.updates)
-        if set(range(version + 1, target + 1)) <= held:
-            return Source(shards, None, range(version + 1, target + 1))
-        if journal is None:
-            raise CheckpointError(
-                f"the checkpoint's weights are of version {version}, its state of {target}, and "
-                f"there is no journal in {self.run_dir}: resume from the checkpoint before"
-            )
-        base, updates = journal.route(None, target)
-        assert base is not None
-        return Source(None, str(journal.contents.bases[base].path), updates)
 
     def close(self) -> None:
         """End the ranks; may be called twice."""
@@ -215,12 +190,3 @@ class TrainerGroup:
                 if isinstance(other.cause, LograError | OSError):
                     return other.cause
         return TrainersLost(f"trainers failed to {what}: {str(error).strip().splitlines()[-1]}")
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a folder."""
-    found = {}
-    for path in sorted(folder.glob("*")):
-        with open(path, "rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found

@@ -4,13 +4,16 @@ import copy
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from logra_lab.atomic import sync_folder
 from logra_lab.errors import InputError, LograError
+from logra_lab.rl import checkpoint
+from logra_lab.rl.config import make_config
 from logra_lab.rl.run_files import RecordError, raw_steps, read_manifest
 
 if TYPE_CHECKING:
+    from logra_lab.rl.learners import LoGRALearner
     from logra_lab.rl.policies import Policy
 
 
@@ -27,7 +30,7 @@ def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) ->
     file or a folder that is not empty; `RecordError` when the system refuses a write.
     """
     run_dir, out_dir = Path(run_dir), Path(out_dir)
-    _check_evaluated(run_dir)
+    check_evaluated(run_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise InputError(f"export to {out_dir}: it exists; name a folder that does not")
     temporary = out_dir.with_name(f".{out_dir.name}.tmp")
@@ -47,6 +50,32 @@ def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) ->
     return out_dir
 
 
+def trained_policy(run_dir: str | Path) -> "Policy":
+    """The policy of a run's last checkpoint, whole and in this process; LoRA keeps its adapters.
+
+    Raises `CheckpointError` and `RecordError` for files that lack or are damaged.
+    """
+    from logra_lab.rl.policies import load_policy
+    from logra_lab.rl.trainer import Trainer
+
+    run_dir = Path(run_dir)
+    alone: dict[str, Any] = {"trainers": 0, "engines": 0, "cpu_offload": False, "ray_address": None}
+    alone |= {"overlap": False, "engine_tensor_parallel": 1, "transport": "auto"}
+    config = make_config(**read_manifest(run_dir)["config"] | alone)
+    state = checkpoint.load(run_dir / checkpoint.NAME)
+    trainer = Trainer(load_policy(config.policy), config)
+    if "weights" in state:
+        trainer.load_state_dict(state)
+    else:  # of a group of trainers
+        from logra_lab.cluster import shards
+
+        trainer.check_frozen(state)
+        trainer.learner.load_state_dict(state["learner"])
+        source = shards.find_source(run_dir, state)
+        shards.read(source, run_dir, cast("LoGRALearner", trainer.learner))
+    return trainer.policy
+
+
 def _plain_model(policy: "Policy") -> Any:
     """The model itself, or a copy of it with peft adapters merged into its weights."""
     if not hasattr(policy.model, "merge_and_unload"):
@@ -55,7 +84,8 @@ def _plain_model(policy: "Policy") -> Any:
     return wrapper.merge_and_unload()
 
 
-def _check_evaluated(run_dir: Path) -> None:
+def check_evaluated(run_dir: Path) -> None:
+    """Raise `ExportRefused` unless an evaluation followed the last update that was logged."""
     evaluated = [entry["step"] for entry in read_manifest(run_dir)["evaluations"]]
     updates = [step["step"] for step in raw_steps(run_dir) if step.get("skipped") is None]
     if not evaluated:

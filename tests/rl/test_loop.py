@@ -495,6 +495,21 @@ def test_a_run_that_was_not_evaluated_after_training_is_not_exported(tmp_path):
         export_policy(tmp_path / "run", policy, tmp_path / "out")
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command_exports_what_the_checkpoint_holds_and_not_the_policy_as_it_was(
+    tmp_path, method, capsys
+):
+    run, _ = train(tiny_config(method=method, learning_rate=1e-3, steps=2), tmp_path / "run")
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    ids = torch.tensor([run.policy.encode("12+34=")])
+    with torch.no_grad():
+        theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+        mine = run.policy.model(ids).logits
+    torch.testing.assert_close(theirs, mine, atol=0 if method != "lora" else 1e-4, rtol=0)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2  # it exists
+
+
 def test_a_short_run_does_learn(tmp_path):
     config = preset_config(preset("smoke"), steps=14, prompts_per_step=128, eval_samples=8)
     _, (before, after) = train(config, tmp_path)

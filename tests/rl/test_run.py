@@ -59,9 +59,8 @@ def test_drawing_a_batch_leaves_the_global_generator_alone():
 
 def test_sampling_keys_name_run_step_problem_and_sample():
     run = tiny_run(seed=7)
-    run.step = 3
     a, b = run.train[0], run.train[1]
-    assert run.sampling_keys([a, b, a]) == [f"7:3:{a.id}:0", f"7:3:{b.id}:0", f"7:3:{a.id}:1"]
+    assert run.sampling_keys([a, b, a], 3) == [f"7:3:{a.id}:0", f"7:3:{b.id}:0", f"7:3:{a.id}:1"]
 
 
 # --- a taken step ---------------------------------------------------------------------------
