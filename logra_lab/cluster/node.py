@@ -26,6 +26,7 @@ from logra_lab.errors import InputError, LograError
 from logra_lab.rl.config import TrainConfig
 
 _PLACEMENT_SECONDS = 60.0
+_TRIES = 3
 _STORE_BYTES = 512 << 20
 
 
@@ -189,6 +190,17 @@ def _import_ray(*, local: bool) -> Any:
 def _start_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[bytes]":
     if threading.current_thread() is not threading.main_thread():
         raise InputError("start Ray in the main thread: its servers end with the thread")
+    for left in reversed(range(_TRIES)):
+        try:
+            return _try_local(ray, cpus, store_bytes)
+        except Exception as error:  # Ray raises no narrower one
+            if not left or "timed out during startup" not in str(error):
+                raise
+    raise AssertionError
+
+
+def _try_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[bytes]":
+    """Start once: Ray gives its servers 30 s, which a busy machine may not have for them."""
     # Paths of sockets may have 107 characters, so not in a long TMPDIR.
     folder = tempfile.mkdtemp(prefix="logra_ray_", dir="/tmp" if os.name == "posix" else None)
     command = [sys.executable, str(Path(guardian.__file__)), folder]
