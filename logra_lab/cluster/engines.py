@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from logra_lab.cluster.engine_actor import EngineActor
+from logra_lab.cluster.history import History
 from logra_lab.cluster.meter import Meter
 from logra_lab.cluster.node import Cluster, ClusterError
 from logra_lab.cluster.pieces import cut, unpack
@@ -29,7 +29,7 @@ from logra_lab.cluster.transports import make_transport
 from logra_lab.errors import InputError, LograError
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.rollout import Rollout
-from logra_lab.sync.errors import DigestMismatch, NeedsFullSync, VersionGap, WrongRun
+from logra_lab.sync.errors import NeedsFullSync
 from logra_lab.sync.update import ThinUpdate
 
 PIECE_TRIES = 3  # a piece that costs so many engines is taken to be the reason
@@ -60,11 +60,7 @@ class EngineGroup:
         if cluster.needs.engines < 1:
             raise InputError("the cluster has no places for engines: set engines to at least 1")
         self.config, self.weights = config, weights
-        self.version: int | None = None
-        self._run, self._last, self._why = "", "", "it has not had a full sync yet"
-        self._base: Any = None  # reference, or the path of a sealed file …
-        self._base_version = 0
-        self._chain: list[Any] = []  # … and the updates since
+        self.history = History()
         self._lock = threading.Lock()
         self._epoch = 0  # counts the times at which all weights came into doubt
         # One thread each: without this, several engines on a laptop would take each other's cores.
@@ -79,6 +75,11 @@ class EngineGroup:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights with which rows are generated; an engine that starts is not there yet."""
+        return self.history.version
 
     def generate(self, prompt_ids: list[list[int]], keys: list[str]) -> Rollout:
         """One response a prompt; keys[i] alone seeds row i. Raises as `HFEngine.generate`,
@@ -109,17 +110,17 @@ class EngineGroup:
         """Apply an update everywhere; False when it was the last one already.
 
         Engines that did not take it, or died, are brought to its version before they generate
-        again. Raises `NeedsFullSync`, `WrongRun`, `VersionGap`, `DigestMismatch` before anything
-        is sent, and the first engine's own error when all have refused.
+        again. Raises `NeedsFullSync`, `WrongRun`, `VersionGap`, `ShapeMismatch`, `DigestMismatch`
+        before anything is sent; and when all engines have refused the first one's own error, with
+        the version unknown.
         """
-        import ray
 
         with self._lock:
-            if not self._fits(update):
+            if not self.history.fits(update):
                 return False
             self._settle()
             data = update.to_bytes()
-            reference = ray.put(np.frombuffer(data, dtype=np.uint8))
+            reference = self.history.put(data)
             members = [s for s in self.seats.all if s.free and s.version == update.base]
             start = time.monotonic()
             refused = self.transport.send(update, data, reference, members, self._note)
@@ -127,12 +128,13 @@ class EngineGroup:
             for seat, error in refused.items():
                 seat.version = None
                 self.seats.faults.append(f"engine {seat.index} refused {update.version}: {error}")
-            if members and len(refused) == len(members):
-                raise next(iter(refused.values()))
-            self._chain.append(reference)
-            self.version, self._last = update.version, update.digest
-            if self.weights is not None and len(self._chain) >= REBASE_AFTER:
-                self._rebase(self.weights(), self._run, update.version)
+            if members and len(refused) == len(members):  # the update may be what is wrong
+                error = next(iter(refused.values()))
+                self._doubt(f"no engine took update {update.version}: {error}")
+                raise error
+            self.history.append(update, reference)
+            if self.weights is not None and len(self.history.chain) >= REBASE_AFTER:
+                self.history.begin(self.weights(), update.run, update.version)
             return True
 
     def full_sync(self, base: str | Path | Mapping[str, Tensor], run: str, version: int) -> None:
@@ -142,10 +144,10 @@ class EngineGroup:
         """
         with self._lock:
             self._settle()
-            if run != self._run:
-                self._doubt("the run is another one")
-            self._rebase(base, run, version)
-            self.version = version
+            before = self.history.run
+            self.history.begin(base, run, version)
+            if run != before:
+                self._unknown()
             asked = self._mend()
             errors: list[LograError] = []
 
@@ -244,8 +246,7 @@ class EngineGroup:
         behind = [seat for seat in self.seats.all if seat.free and seat.version != self.version]
         for seat in behind:
             seat.version = None
-            state = (self._base, self._run, self._base_version, self._chain)
-            self.seats.ask(seat, "catch_up", *state, about=self._epoch)
+            self.seats.ask(seat, "catch_up", *self.history.steps, about=self._epoch)
         return behind
 
     def _note(self, seat: Seat, task: Task, answer: Any) -> None:
@@ -282,46 +283,19 @@ class EngineGroup:
 
         self.seats.all_done(self.seats.all, note)
 
-    def _rebase(self, base: str | Path | Mapping[str, Tensor], run: str, version: int) -> None:
-        import ray
-
-        if isinstance(base, Mapping):
-            arrays = {n: w.detach().float().cpu().contiguous().numpy() for n, w in base.items()}
-            self._base = ray.put(arrays)
-        else:
-            self._base = str(Path(base).resolve())
-        self._chain, self._run, self._base_version, self._last = [], run, version, ""
-
     def _doubt(self, why: str) -> None:
-        self.version, self._why = None, why
+        self.history.forget(why)
+        self._unknown()
+
+    def _unknown(self) -> None:
+        """No engine is known to be where it should be, nor will be by what it was asked before."""
         self._epoch += 1
         for seat in self.seats.all:
             seat.version = None
-
-    def _fits(self, update: ThinUpdate) -> bool:
-        """Whether `sync` would change the weights; raises as it does. As `Receiver.check`."""
-        version = self._require_version()
-        if update.run != self._run:
-            raise WrongRun(f"the update is of run {update.run!r}, the weights of {self._run!r}")
-        if update.version == version and self._last:
-            if update.digest == self._last:
-                return False
-            raise DigestMismatch(f"version {version} was reached by another update than this one")
-        if update.base != version:
-            raise VersionGap(
-                f"the update leads from version {update.base} to {update.version}, the engines are "
-                f"at version {version}: sync in full"
-            )
-        return True
-
-    def _require_version(self) -> int:
-        if self.version is None:
-            raise NeedsFullSync(f"the engines' weights are of unknown version: {self._why}")
-        return self.version
 
     def _check(self, prompts: list[list[int]], keys: list[str]) -> None:
         if not prompts:
             raise InputError("no prompts to generate from: expected at least one")
         if len(keys) != len(prompts):
             raise InputError(f"{len(prompts)} prompts but {len(keys)} keys: expected one each")
-        self._require_version()
+        self.history.require_version()
