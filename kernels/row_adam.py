@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from logra_lab.errors import InputError
 from logra_lab.kernels import require
@@ -129,6 +128,8 @@ def launch(
 ) -> tuple[Float32[Tensor, "d"], Float[Tensor, "layers"]]:
     """S ← D in place; returns the new moment, and the norm of each layer's sketch in float64.
 
+    The operator of torch around it is the library's, `logra_lab.rowadam.row_adam_`.
+
     Args:
         S: the sketches of all layers, one below the other, of any strides. v: their moments.
         sizes: rows of each layer, in order; their sum is d. t: number of this update, from 1.
@@ -192,40 +193,6 @@ def reference(
         moved = part * (s / s.square().mean().sqrt())[:, None]
         D.append(moved * (part.norm() / moved.norm()) if moved.any() else moved)
     return torch.cat(D), v
-
-
-@torch.library.custom_op("logra_lab::row_adam", mutates_args=("S",))
-def _op(
-    S: Tensor, v: Tensor, sizes: list[int], t: int, beta2: float, eps: float, variant: str
-) -> tuple[Tensor, Tensor]:
-    return launch(S, v, sizes, t, beta2=beta2, eps=eps, variant=variant)
-
-
-@_op.register_fake
-def _(
-    S: Tensor, v: Tensor, sizes: list[int], t: int, beta2: float, eps: float, variant: str
-) -> tuple[Tensor, Tensor]:
-    _check(S, v, sizes, t, variant)
-    return v.new_empty(v.shape), v.new_empty(len(sizes), dtype=torch.float64)
-
-
-def row_adam(
-    S: Float32[Tensor, "d r"],
-    v: Float32[Tensor, "d"],
-    sizes: Sequence[int],
-    t: int,
-    *,
-    beta2: float = 0.95,
-    eps: float = 1e-8,
-    variant: str = "norm_preserving",
-) -> tuple[Float32[Tensor, "d"], Float[Tensor, "layers"]]:
-    """`launch` for FakeTensorMode and torch.compile. An update has no derivative: a tangent or a
-    gradient is refused (`InputError`), and a KL probe comes after it."""
-    if torch.is_grad_enabled() and (S.requires_grad or v.requires_grad):
-        raise InputError("kernel row_adam: S or v requires a gradient: an update has none")
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (S, v)):
-        raise InputError("kernel row_adam: S or v has a tangent: an update has none")
-    return torch.ops.logra_lab.row_adam(S, v, list(sizes), t, beta2, eps, variant)
 
 
 def _check(S: Tensor, v: Tensor, sizes: Sequence[int], t: int, variant: str) -> None:

@@ -10,12 +10,13 @@ Source: LoGRA (arXiv:2610.06647); the second variant is the one of its main runs
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from logra_lab import kernels
 from logra_lab.errors import InputError, LograError
@@ -67,9 +68,7 @@ def row_scales(
 
     square, roots, count = by_layer(row_square, root, torch.ones_like(root))
     norm = square.sqrt() + 0 * roots  # nan where a moment is not finite, or negative
-    for name, value in zip(layers, norm.tolist(), strict=True):
-        if not math.isfinite(value):
-            raise _not_finite(name, value)
+    _check_finite(layers, norm)
     if variant == "plain":
         return (1 / (root + eps)).to(S.dtype)
     # In float64: 1/tiny of float32 must survive being squared.
@@ -98,21 +97,71 @@ def row_adam_(
     `layers`, `ranks`: see `row_scales`. Raises `NonFiniteSketch` naming
     the layer, and `InputError`, with S as it was. Cost: three reads of S and one write; on CUDA,
     float32, the Triton kernel takes two reads and one write, and waits once for all layers.
+
+    On one process an operator, for FakeTensorMode and torch.compile. It has no derivative, and no
+    KL probe reaches it: the probe comes after the step; a tangent or a gradient is refused.
     """
     _check(variant, t)
     if sum(layers.values()) != len(S):
         raise InputError(f"RowAdam: the layers have {sum(layers.values())} rows, S has {len(S)}")
-    settings: dict[str, Any] = {"beta2": beta2, "eps": eps, "variant": variant}
-    if S.dtype == torch.float32 and ranks.size == 1 and kernels.backend(S.device) == "triton":
-        from logra_lab.kernels import row_adam as kernel  # needs Triton
+    if torch.is_grad_enabled() and (S.requires_grad or v.requires_grad):
+        raise InputError("RowAdam: S or v requires a gradient: an update has none")
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (S, v)):
+        raise InputError("RowAdam: S or v has a tangent: an update has none")
+    if ranks.size > 1:
+        return _by_torch(S, v, layers, t, beta2, eps, variant, ranks)
+    names, sizes = list(layers), list(layers.values())
+    return torch.ops.logra_lab.row_adam_(S, v, names, sizes, t, beta2, eps, variant)
 
-        new_v, norms = kernel.row_adam(S, v, list(layers.values()), t, **settings)
-        for name, norm in zip(layers, norms.tolist(), strict=True):
-            if not math.isfinite(norm):
-                raise _not_finite(name, norm)
-        return new_v
+
+@torch.library.custom_op(
+    "logra_lab::row_adam_",
+    mutates_args=("S",),
+    schema="(Tensor(a!) S, Tensor v, str[] names, SymInt[] sizes, SymInt t, float beta2, "
+    "float eps, str variant) -> Tensor",
+)
+def _row_adam_(
+    S: Tensor,
+    v: Tensor,
+    names: list[str],
+    sizes: list[int],
+    t: int,
+    beta2: float,
+    eps: float,
+    variant: str,
+) -> Tensor:
+    """The step, with its refusal inside: whether S is finite can be read here, where S is real.
+
+    Outside, a fake tensor has no values, and a compiled graph would end where they are read.
+    """
+    if not (S.dtype == torch.float32 and kernels.backend(S.device) == "triton"):
+        layers = dict(zip(names, sizes, strict=True))
+        return _by_torch(S, v, layers, t, beta2, eps, variant, ALONE)
+    from logra_lab.kernels import row_adam as kernel  # needs Triton
+
+    new_v, norms = kernel.launch(S, v, sizes, t, beta2=beta2, eps=eps, variant=variant)
+    _check_finite(names, norms)
+    return new_v
+
+
+@_row_adam_.register_fake
+def _(S: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(v)
+
+
+def _by_torch(
+    S: Tensor,
+    v: Tensor,
+    layers: Mapping[str, int],
+    t: int,
+    beta2: float,
+    eps: float,
+    variant: str,
+    ranks: Ranks,
+) -> Tensor:
     new_v = row_moment(v, S, beta2)
     if layers:
+        settings: dict[str, Any] = {"beta2": beta2, "eps": eps, "variant": variant}
         S.mul_(row_scales(new_v, S, layers, t, ranks=ranks, **settings)[:, None])
     return new_v
 
@@ -140,9 +189,11 @@ def _check(variant: str, t: int) -> None:
         raise InputError(f"RowAdam: expected an update number t ≥ 1, got {t}")
 
 
-def _not_finite(name: str, norm: float) -> NonFiniteSketch:
-    return NonFiniteSketch(
-        f"the sketch of {name} is not finite (norm {norm}, which is nan for spoilt moments too): "
-        "weights and state are unchanged; look for inf or nan in the loss, or a learning signal "
-        "that exploded"
-    )
+def _check_finite(layers: Iterable[str], norms: Float[Tensor, "layers"]) -> None:
+    for name, norm in zip(layers, norms.tolist(), strict=True):
+        if not math.isfinite(norm):
+            raise NonFiniteSketch(
+                f"the sketch of {name} is not finite (norm {norm}, which is nan for spoilt moments "
+                "too): weights and state are unchanged; look for inf or nan in the loss, or a "
+                "learning signal that exploded"
+            )

@@ -118,11 +118,12 @@ def inside(mode, func, args, kwargs):
 
     torch shows a mode an operator as one call, whatever tensors it makes on its way.
     """
-    from logra_lab import operators
+    from logra_lab import operators, rowadam
     from logra_lab.sync import operator
 
     bodies = {f"logra_lab::{n}": getattr(operators, f"_{n}")._init_fn for n in ("project", "gram")}
     bodies |= {"logra_lab::apply": operator._apply}
+    bodies |= {"logra_lab::row_adam_": rowadam._row_adam_._init_fn}
     body = bodies.get(func._schema.name)
     if body is None:
         return func(*args, **(kwargs or {}))
