@@ -18,6 +18,7 @@ class Ranks:
     """One process, which holds every row; all its sums and gathers are done already."""
 
     size, rank = 1, 0
+    device: torch.device | None = None  # where a rank computes; None: where its weights are
 
     def rows(self, d: int) -> slice:
         """The rows of a [d, …] matrix that this rank holds; empty for a rank beyond them."""
@@ -63,8 +64,8 @@ class GroupRanks(Ranks):
     Every method but `rows` is a collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self.group, self.device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def sum(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from logra_lab import kernels
+from logra_lab import kernels, operators
 from logra_lab.errors import InputError
 from logra_lab.projection import Projection, canonical_path
 from logra_lab.ranks import ALONE, Arriving, Ranks, local
@@ -94,7 +94,17 @@ class Inbox:
 
 
 def accumulate(S: Float[Tensor, "d r"], H: Float[Tensor, "*n d"], P: Float[Tensor, "*n r"]) -> None:
-    """S += Hᵀ P, in the type of S; by the Triton kernel on CUDA. Cost: 2·n·d·r FLOPs."""
+    """S += Hᵀ P, in the type of S; by the Triton kernel on CUDA. Cost: 2·n·d·r FLOPs.
+
+    Raises `InputError` for shapes that do not fit and for an expanded S.
+    """
+    if (*H.shape[:-1], *S.shape) != (*P.shape[:-1], H.shape[-1], P.shape[-1]):
+        raise InputError(
+            f"accumulate: expected S [d, r], H [*n, d] and P [*n, r], got {list(S.shape)}, "
+            f"{list(H.shape)} and {list(P.shape)}"
+        )
+    if kernels.overlaps(S):
+        raise InputError(f"accumulate: entries of S share memory (strides {S.stride()}); copy it")
     if S.dtype == torch.float32 and kernels.backend(S.device) == "triton":
         from logra_lab.kernels import accumulate as kernel  # needs Triton
 
@@ -177,10 +187,9 @@ class Sketch:
         held = {path: ranks.rows(module.out_features) for path, module in modules.items()}
         rows = sum(span.stop - span.start for span in held.values())
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        device = ranks.device or first.device
         #: All sketches, one below the other: a row of `flat` is a row of some S.
-        self.flat: Float[Tensor, "rows r"] = torch.zeros(
-            rows, rank, dtype=dtype, device=first.device
-        )
+        self.flat: Float[Tensor, "rows r"] = torch.zeros(rows, rank, dtype=dtype, device=device)
         self.sites = list(sites.values())
         self.layers: dict[str, Layer] = {}
         start = 0
@@ -190,7 +199,7 @@ class Sketch:
             site = sites[_site_key(path, module) if share_inputs else path]
             S, d = self.flat[span], module.out_features
             self.layers[path] = Layer(path, module, S, span, site, d, here)
-        self._anchor = torch.zeros((), device=first.device, requires_grad=True)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._active = True
         self._flags = {p: p.requires_grad for p in model.parameters()}
         model.requires_grad_(False)
@@ -247,7 +256,7 @@ class Sketch:
             # output.dtype is what the layer really computed in, autocast included
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 P = layer.site.project(x, output.dtype, layer.path)
-            return _Accumulate.apply(output, P, self._anchor, layer.S, self.inbox)
+            return operators.apply(_Accumulate, output, P, self._anchor, layer.S, self.inbox)
 
         return hook
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 
 from logra_lab.cluster import shards
@@ -56,7 +57,8 @@ class TrainerRank:
             world_size=size,
             timeout=timedelta(seconds=config.trainer_timeout),
         )
-        self.ranks = GroupRanks(dist.new_group())
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.ranks = GroupRanks(dist.new_group(), device)
         policy = sharded_policy(
             Path(folder),
             self.ranks,
@@ -82,11 +84,11 @@ class TrainerRank:
     def load(self, shares: list[Share]) -> None:
         self.trainer.load(shares)
 
-    def update(self, fresh: bool) -> tuple[Taken, dict[str, Any]] | None:
-        """`Trainer.update`; all ranks come to the same, rank 0 tells it, with its memory."""
+    def update(self, fresh: bool) -> tuple[Taken | None, dict[str, Any]]:
+        """`Trainer.update`; all ranks come to the same, and rank 0 tells it. Each its memory."""
         taken = self.trainer.update(fresh=fresh)
         if self.ranks.rank:
-            return None
+            return None, self.describe()
         if (update := taken.report.update) is not None:
             taken = replace(taken, report=replace(taken.report, update=update.to("cpu")))
         return taken, self.describe()
@@ -108,9 +110,17 @@ class TrainerRank:
         return {"learner": state, "frozen_norm": self.trainer.norm_at_start}
 
     def save(self, folder: str) -> None:
-        """Write the trained weights to a new folder, each rank its rows."""
+        """Write the trained weights to a new folder, each rank its rows.
+
+        Raises `OSError` on every rank when the system refuses one of them a write.
+        """
         group = self.ranks.group
-        dcp.save(shards.weights(self.learner), checkpoint_id=folder, process_group=group)
+        try:
+            dcp.save(shards.weights(self.learner), checkpoint_id=folder, process_group=group)
+        except CheckpointException as error:  # no Exception, so Ray would take it for a crash
+            rank, (problem, _) = min(error.failures.items())
+            number = getattr(problem, "errno", None)
+            raise OSError(number, f"rank {rank}: {problem}") from None
 
     def restore(self, state: dict[str, Any], source: shards.Source, run_dir: str) -> None:
         """Weights from `source`, moments and counters of `state`."""

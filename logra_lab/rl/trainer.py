@@ -162,7 +162,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        return self.policy.model.device
+        return self.ranks.device or self.policy.model.device
 
     def autocast(self) -> Any:
         if self.config.autocast == "none" or self.size > 1:  # FSDP2 has its own mixed precision
