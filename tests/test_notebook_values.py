@@ -322,6 +322,7 @@ def cells_behind(path: Path, name: str) -> list[str]:
         ("05_sync", [1, 16, 256]),
         ("06_predicted_kl", [4, 64]),
         ("07_ppo", [SMOKE.kl_start]),
+        ("09_memory_plan", [1, 16, 512]),
     ],
 )
 def test_the_slider_recomputes_and_shows_one_figure(

@@ -58,7 +58,7 @@ def _published(arch: Arch) -> list[Any]:
 
 def _print(arch: Arch, setup: Setup, costs: dict[str, Cost], engine: Cost) -> None:
     terminal = sys.stdout.isatty()
-    console = Console() if terminal else Console(width=100, no_color=True, highlight=False)
+    console = Console() if terminal else Console(width=100, force_terminal=False, highlight=False)
     plain = serve(arch, setup)
     learned = {NAMES[m]: cost for m, cost in costs.items()}
     scale, unit = (2**30, "GiB") if costs["adam"].bytes >= 2**30 else (2**20, "MiB")

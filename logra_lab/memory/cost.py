@@ -7,6 +7,28 @@ from typing import Any
 #: See `plan`, which fills the table.
 MOMENTS = ("loss", "backward", "probe", "step")
 
+#: What the terms are made of, for figures: kind → names.
+KINDS = {
+    "weights": ("float32 master weights", "frozen weights", "adapters", "weights"),
+    "gradients or sketches": (
+        "gradients",
+        "gradients of the adapters",
+        "sketches S, then D and U",
+        "the update that travels",
+        "a new gradient",
+    ),
+    "moments": ("Adam's two moments", "row moments", "next row moments"),
+    "activations": (
+        "saved block inputs",
+        "one block, recomputed",
+        "saved activations",
+        "saved by the last norm",
+        "gradients of activations",
+    ),
+    "logits": ("logits, float32", "log-softmax and gradients", "logits of the probe"),
+    "in transit": ("gathered weights", "gradients on their way", "sketches on their way"),
+}
+
 #: Share of what comes and goes that a caching allocator holds beyond it: an assumption.
 FRAGMENTATION = 0.1
 #: CUDA context, NCCL and library workspaces, outside any allocator: an assumption, in bytes.
@@ -69,6 +91,11 @@ class Cost:
     def limit(self) -> Term:
         """The largest term at the peak: what to make smaller first."""
         return max(self.at(self.peak), key=lambda t: t.bytes)
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes at the peak by the kinds of `KINDS`."""
+        there = {t.name: t.bytes for t in self.at(self.peak)}
+        return {kind: sum(there.get(name, 0) for name in names) for kind, names in KINDS.items()}
 
     @property
     def host(self) -> int:

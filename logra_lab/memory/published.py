@@ -36,6 +36,16 @@ class Row:
         return (self.model, self.method) == ("27B", NAMES["adam"])
 
     @property
+    def above(self) -> float | None:
+        """GiB by which the average exceeds what stands."""
+        return None if self.published is None else self.published - self.standing
+
+    @property
+    def way(self) -> float | None:
+        """How far up from what stands to the peak the average lies: 0 to 1, or beyond."""
+        return None if self.above is None else self.above / (self.peak - self.standing)
+
+    @property
     def inside(self) -> bool | None:
         """Whether the average lies between what stands and the upper end of the peak's range."""
         return None if self.published is None else self.standing <= self.published <= self.high
@@ -52,10 +62,9 @@ class Row:
         if self.inside and self.published > self.peak:
             return "above our peak, within its range: not all of their settings are those here"
         if self.inside:
-            share = (self.published - self.standing) / (self.peak - self.standing)
             return (
-                f"{self.published - self.standing:.1f} GiB above what stands, {share:.0%} of the "
-                "way to our peak: as an average over steps may be"
+                f"{self.above:.1f} GiB above what stands, {self.way:.0%} of the way to our peak: "
+                "as an average over steps may be"
             )
         side = "below what stands" if self.published < self.standing else "above our range"
         return f"{side}: the systems differ in what they hold, or in their settings"

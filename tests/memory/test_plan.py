@@ -81,6 +81,7 @@ def test_totals_are_those_of_the_terms_and_lie_in_their_range(name: str, method:
     assert cost.bytes == sum(t.bytes for t in at.values())
     assert cost.limit.bytes == max(t.bytes for t in at.values())
     assert cost.low <= cost.bytes < cost.high
+    assert sum(cost.kinds().values()) == cost.bytes  # a term of no kind would lack in figures
     assert all(t.low <= t.bytes <= t.high for t in cost.terms)
     # A GPU's context and the allocator's share are in the range, not in the estimate.
     assert cost.high >= sum(t.high for t in at.values()) + GIB
