@@ -168,9 +168,8 @@ class Seats:
             with suppress(ray.exceptions.RayError):
                 hello = ray.get(seat.hello)
         ray.kill(actor, no_restart=True)
-        if hello.get("node_id") == self.cluster.node_id and _is_actor(hello["pid"]):
-            with suppress(ProcessLookupError):
-                os.kill(hello["pid"], signal.SIGKILL)
+        if hello.get("node_id") == self.cluster.node_id:
+            kill_actor(hello["pid"])
 
     def _fill(self, seat: Seat) -> None:
         """Start a process; its task is to open an engine."""
@@ -213,14 +212,14 @@ class Seats:
         )
 
 
-def _is_actor(pid: int) -> bool:
-    """Whether the process is still one of Ray's: the number may be somebody else's by now."""
+def kill_actor(pid: int) -> None:
+    """SIGKILL to a process of this node, if it is still one of Ray's: the number may be somebody
+    else's by now. A stopped process hears of no other request."""
     import psutil
 
-    try:
-        return any("ray::" in part for part in psutil.Process(pid).cmdline()[:1])
-    except psutil.Error:
-        return False
+    with suppress(psutil.Error, ProcessLookupError):
+        if any("ray::" in part for part in psutil.Process(pid).cmdline()[:1]):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ weights are sharded files of some version, the journal holds the updates after i
 counters are small enough to be written every step.
 """
 
+import os
 import shutil
 import time
 import uuid
@@ -19,6 +20,7 @@ from torch import Tensor
 from logra_lab.cluster import shards
 from logra_lab.cluster.node import Cluster, ClusterError
 from logra_lab.cluster.pieces import read_only
+from logra_lab.cluster.seats import kill_actor
 from logra_lab.cluster.trainer_rank import TrainerRank
 from logra_lab.errors import LograError
 from logra_lab.rl.checkpoint import CheckpointError
@@ -60,12 +62,13 @@ class TrainerGroup:
         self.t = 0
         self.memory: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []  # folders of shards, the last two
+        self.node_id = cluster.node_id
+        self.places: list[dict[str, Any]] = []  # process and node of each rank
         make: Any = ray.remote(TrainerRank)  # one call at a time, and never restarted
         self.ranks = [make.options(**cluster.options(i)).remote() for i in range(self.size)]
         try:
-            node = ray.util.get_node_ip_address
-            host = self._get([self.ranks[0].__ray_call__.remote(lambda _: node())], "start")[0]
-            address = self._get([self.ranks[0].reserve.remote(host)], "start")[0]
+            self.places = self._get([a.__ray_call__.remote(_place) for a in self.ranks], "start")
+            address = self._get([self.ranks[0].reserve.remote(self.places[0]["host"])], "start")[0]
             settings = config.model_dump(mode="json")
             common = (settings, str(folder), self.run)
             self._get(
@@ -86,9 +89,11 @@ class TrainerGroup:
         self._all("load", list(shares))
 
     def update(self, *, fresh: bool) -> Taken:
-        taken, self.memory[0] = self._all("update", fresh)[0]
+        answers = self._all("update", fresh)
+        self.memory = [memory for _, memory in answers]
+        taken = cast(Taken, answers[0][0])
         self.t = taken.report.t
-        return cast(Taken, taken)
+        return taken
 
     def targets(self) -> Mapping[str, Tensor]:
         """The trained matrices whole, on this host: 4 bytes a weight."""
@@ -100,6 +105,8 @@ class TrainerGroup:
 
     def save(self, version: int) -> None:
         """The weights of `version` into `shards/`: whole or not at all."""
+        if self.saved and self.saved[-1]["version"] == version:
+            return  # steps since then were skipped, and the checkpoint builds on that folder
         folder = shards.folder_of(self.run_dir, version)
         partial = folder.with_suffix(".partial")
         try:
@@ -139,6 +146,9 @@ class TrainerGroup:
 
         for actor in self.ranks:
             ray.kill(actor)
+        for place in self.places:
+            if place["node_id"] == self.node_id:
+                kill_actor(place["pid"])  # a stopped process hears of no request
         self.ranks = []
 
     def _all(self, method: str, *args: Any) -> list[Any]:
@@ -190,3 +200,11 @@ class TrainerGroup:
                 if isinstance(other.cause, LograError | OSError):
                     return other.cause
         return TrainersLost(f"trainers failed to {what}: {str(error).strip().splitlines()[-1]}")
+
+
+def _place(_: Any) -> dict[str, Any]:
+    """Run in an actor: its process, and the node with its address."""
+    import ray
+
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"pid": os.getpid(), "node_id": node_id, "host": ray.util.get_node_ip_address()}

@@ -269,19 +269,24 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; `InputError` says what does not fit, before anything is changed."""
-        missing = self.state_dict().keys() - state.keys()
-        if missing:
-            raise InputError(f"this is no checkpoint of a run: it lacks {sorted(missing)}")
-        free = {"steps", "checkpoint_every", "eval_every"}  # may change on resume
+        # What may change on resume: when to stop and save, and who computes.
+        free = {"steps", "checkpoint_every", "eval_every", "ray_address", "transport"}
+        free |= {"engines", "engine_tensor_parallel", "engine_timeout", "trainer_timeout"}
+        theirs = state.get("config", {})
+        if self.config.trainers and theirs.get("trainers"):
+            free |= {"trainers", "cpu_offload"}
         mine = self.config.model_dump(mode="json")
         if mine["kl_end"] is not None and mine["kl_horizon"] is None:
             free.remove("steps")  # the budget anneals over them
-        changed = [k for k in mine if k not in free and state["config"].get(k) != mine[k]]
-        if changed:
+        changed = [k for k in mine if k not in free and theirs.get(k) != mine[k]]
+        if theirs and changed:
             raise InputError(
                 f"the checkpoint was made with other settings: {', '.join(changed)} differ; "
                 "resume with its own, or start a new run"
             )
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise InputError(f"this is no checkpoint of a run: it lacks {sorted(missing)}")
         self.trainer.load_state_dict(state)
         self.publisher.forget("the run was restored from a checkpoint")
         self.step, self.version = state["step"], state["version"]
