@@ -12,7 +12,7 @@ from typing import Any
 
 from logra_lab.errors import InputError, LograError
 
-BENCHES = ("step", "probe", "policy", "llm", "sync", "kernels")
+BENCHES = ("step", "probe", "policy", "llm", "sync", "kernels", "one_gpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="post-train a policy")
     train.add_argument("--preset", default="laptop", help="sizes (default: %(default)s)")
-    train.add_argument("--policy", metavar="NAME", help="small, smollm2, a folder, or a hub id")
+    train.add_argument(
+        "--policy", "--model", metavar="NAME", help="small, smollm2, a folder, or a hub id"
+    )
     train.add_argument(
         "--run-dir",
         type=Path,
@@ -188,9 +190,9 @@ def _train(args: argparse.Namespace) -> int:
 
     settings = parse_pairs(args.settings, "--set")
     chosen = preset(args.preset)
-    from logra_lab.rl import loop
+    from logra_lab.rl import command
 
-    return loop.main(
+    return command.main(
         chosen,
         policy=args.policy,
         run_dir=args.run_dir,

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from logra_lab.cluster.engines import EngineGroup
-from logra_lab.cluster.node import Needs, start
+from logra_lab.cluster.node import STORE_BYTES, Needs, start
 from logra_lab.cluster.trainers import TrainerGroup
 from logra_lab.errors import InputError
 from logra_lab.rl.config import TrainConfig
-from logra_lab.rl.policies import Policy, folder_policy, load_policy, policy_folder
+from logra_lab.rl.policies import Policy, folder_policy, load_policy, on_gpu, policy_folder
 from logra_lab.rl.trainer import Trainer
 
 
@@ -24,9 +24,12 @@ def make(
     if policy is not None:
         raise InputError("trainers and engines on Ray load the policy by its name: set policy")
     folder = policy_folder(config.policy)
-    cluster = stack.enter_context(start(config.ray_address, Needs.of(config)))
+    outline = folder_policy(folder)
+    # The engines' base, and the trainers' weights on their way to become the next one.
+    store = STORE_BYTES + 2 * 4 * outline.model.num_parameters()
+    cluster = stack.enter_context(start(config.ray_address, Needs.of(config), store_bytes=store))
     if not config.trainers:
-        policy = load_policy(config.policy)
+        policy = on_gpu(load_policy(config.policy))
         trainer = Trainer(policy, config)
         return policy, trainer, EngineGroup(config, cluster, trainer.targets)
     with ThreadPoolExecutor(1) as pool:  # both take their time to start
@@ -37,4 +40,4 @@ def make(
             group = starting.result()
             stack.callback(group.close)
     engines.weights = group.targets
-    return folder_policy(folder), group, engines
+    return outline, group, engines

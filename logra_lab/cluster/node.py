@@ -27,7 +27,7 @@ from logra_lab.rl.config import TrainConfig
 
 _PLACEMENT_SECONDS = 60.0
 _TRIES = 3
-_STORE_BYTES = 512 << 20
+STORE_BYTES = 512 << 20
 
 
 class ClusterError(LograError):
@@ -129,7 +129,7 @@ def start(
     needs: Needs,
     *,
     cpus: int | None = None,
-    store_bytes: int = _STORE_BYTES,
+    store_bytes: int = STORE_BYTES,
 ) -> Cluster:
     """Ray with places for `needs`; call it in the main thread.
 
@@ -193,6 +193,11 @@ def _start_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[byt
     for left in reversed(range(_TRIES)):
         try:
             return _try_local(ray, cpus, store_bytes)
+        except ValueError as error:  # of the object store: more than /dev/shm, or than the memory
+            raise InputError(
+                f"Ray does not start with an object store of {store_bytes / 1e9:.1f} GB, which "
+                f"holds the trained weights twice: {error!s:.300}"
+            ) from error
         except Exception as error:  # Ray raises no narrower one
             if not left or "timed out during startup" not in str(error):
                 raise

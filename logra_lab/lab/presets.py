@@ -38,6 +38,8 @@ class Preset:
     eval_problems: int
     eval_samples: int
     task_params: tuple[tuple[str, Any], ...]  # of the task's generator, as items
+    # What `logra-lab train` adds: engines, trainers, types, memory; settings as items.
+    placement: tuple[tuple[str, Any], ...]
     # The one-matrix notebook.
     d: int
     k: int
@@ -68,11 +70,23 @@ _LAPTOP = Preset(
     eval_problems=256,
     eval_samples=8,
     task_params=(),
+    placement=(),
     d=4096,
     k=4096,
     n=512,
     ranks=(4, 16, 64, 256),
     draws=20,
+)
+
+# What both have in common. Prompts of DAPO-Math may be long: one beyond the limit is refused at the
+# start, with the number to raise it to.
+_SERVED: tuple[tuple[str, Any], ...] = (
+    ("engine", "vllm"),
+    ("serving_dtype", "bfloat16"),
+    ("autocast", "bfloat16"),
+    ("checkpointing", "non_reentrant"),
+    ("max_prompt_tokens", 2048),
+    ("score_workers", 8),
 )
 
 # The published runs: rank 256, rho 6e-5, budget 2e-4 to 2e-5 over 300 updates (arXiv:2610.06647).
@@ -96,6 +110,10 @@ _ONE_GPU = replace(
     cell_minutes=7 * 24 * 60,
     max_new_tokens=2048,
     eval_problems=500,
+    # Trainer and engine share a card, and vLLM reserves its cache whatever the trainer needs later.
+    # By `logra-lab plan Qwen2.5-1.5B --fsdp 1` a step takes up to 22 GiB, and serving 8 without
+    # the cache. 8 GiB more keep both below 40; they hold 73 sequences of 4096 tokens at a time.
+    placement=(*_SERVED, ("microbatch_tokens", 4096), ("kv_cache_mib", 8192)),
     n=4096,
     draws=100,
 )
@@ -141,7 +159,25 @@ PRESETS: dict[str, Preset] = {
             eval_samples=4,
         ),
         _ONE_GPU,
-        replace(_ONE_GPU, name="eight_gpu", policy="Qwen/Qwen2.5-7B", prompts_per_step=512),
+        replace(
+            _ONE_GPU,
+            name="eight_gpu",
+            policy="Qwen/Qwen2.5-7B",
+            prompts_per_step=512,
+            # An engine has a card of 80 GB to itself: by the plan 40 GiB without the cache, and
+            # 24 GiB of cache, 109 sequences of 4096 tokens. A trainer: up to 42 GiB with two such
+            # sequences a microbatch. The journal lets a run that lost a trainer go on from its last
+            # step; its bases are the weights in float32 (26 GB), hence not more often.
+            placement=(
+                *_SERVED,
+                ("trainers", 4),
+                ("engines", 4),
+                ("microbatch_tokens", 8192),
+                ("kv_cache_mib", 24576),
+                ("probe_responses", 8),  # two a rank
+                ("journal_every", 100),
+            ),
+        ),
     )
 }
 

@@ -139,6 +139,7 @@ def make_engine(policy: Policy, config: TrainConfig) -> HFEngine | Engine:
             dtype=config.serving_dtype,
             receiver=config.receiver,
             targets=config.targets,
+            kv_cache_bytes=config.kv_cache_mib << 20,
         )
     if config.engine == "hf":
         return CopyEngine(

@@ -1,7 +1,6 @@
 """Run a configuration from its first step to its last: tasks, records, checkpoints, Ctrl-C."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,8 @@ from logra_lab.rl.config import TrainConfig, make_config
 from logra_lab.rl.evaluate import EvalResult
 from logra_lab.rl.interrupt import StopRequest
 from logra_lab.rl.outcomes import Verifier
-from logra_lab.rl.policies import Policy, load_policy
-from logra_lab.rl.records import RunRecord, read_manifest
+from logra_lab.rl.policies import Policy, load_policy, on_gpu
+from logra_lab.rl.records import RunRecord
 from logra_lab.rl.run import Run
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task, load_task
@@ -63,11 +62,13 @@ def train(
     policy: Policy | None = None,
     verifier: Verifier | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[Run, list[EvalResult]]:
     """Run `config` to its last step in `run_dir`; return the run and its evaluations.
 
     Writes `manifest.json`, `steps.jsonl` and `checkpoint.pt`. Ctrl-C ends the step under way,
-    saves and raises KeyboardInterrupt; `resume=True` goes on from the checkpoint.
+    saves and raises KeyboardInterrupt; `resume=True` goes on from the checkpoint. `on_phase` hears
+    of what takes long between steps.
     """
     run_dir = Path(run_dir)
     saved = checkpoint.load(run_dir / CHECKPOINT) if resume else None
@@ -81,7 +82,7 @@ def train(
             from logra_lab.cluster import groups  # needs Ray
 
             policy, *parts = groups.make(config, policy, run_dir, stack)
-        policy = policy or load_policy(config.policy)
+        policy = policy or on_gpu(load_policy(config.policy))
         run = Run(config, policy, train_task, held_out, scorer, parts)
         stack.callback(run.publisher.close)
         if saved is not None:
@@ -103,7 +104,7 @@ def train(
         )
         run.publisher.open_journal(run_dir, run.trainer.run, run.version)
         stop = stack.enter_context(StopRequest())
-        results = list(_steps(run, record, stop, run_dir, on_step))
+        results = list(_steps(run, record, stop, run_dir, on_step, on_phase))
         return run, results
 
 
@@ -113,10 +114,12 @@ def _steps(
     stop: StopRequest,
     run_dir: Path,
     on_step: Callable[[dict[str, Any]], None] | None,
+    on_phase: Callable[[str], None],
 ) -> Iterator[EvalResult]:
     config = run.config
 
     def judged() -> EvalResult:
+        on_phase(f"evaluating at step {run.step}")
         result = run.evaluate()
         record.add_evaluation(
             task=config.task,
@@ -174,66 +177,12 @@ def preset_config(preset: "Preset", **settings: Any) -> TrainConfig:
     return make_config(**(base | settings))
 
 
-def main(
-    preset: "Preset",
-    *,
-    policy: str | None,
-    run_dir: Path | None,
-    resume: bool,
-    settings: Mapping[str, str],
-) -> int:
-    """`logra-lab train`: run, show progress with an ETA, end with the numbers and their place."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-    from rich.table import Table
-
-    chosen = {name: _value(text) for name, text in settings.items()}
-    if policy is not None:
-        chosen["policy"] = policy
-    config = preset_config(preset, **chosen)
-    folder = run_dir or Path("runs") / f"train-{preset.name}"
-    if resume and not (folder / CHECKPOINT).is_file():
-        raise InputError(f"nothing to resume: {folder / CHECKPOINT} does not exist")
-    console = Console(stderr=True)
-    bar = Progress("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with bar:
-        job = bar.add_task("evaluating", total=config.steps)
-
-        def show(line: dict[str, Any]) -> None:
-            kl = line.get("kl_realised")
-            right = "–" if line["accuracy"] is None else f"{line['accuracy']:.0%}"
-            text = f"accuracy {right}, tokens {line['response_tokens_mean']:.1f}"
-            text += "" if kl is None else f", KL {kl:.1e}"
-            bar.update(job, completed=line["step"], description=line["skipped"] or text)
-            for warning in line["warnings"]:
-                console.print(f"step {line['step']}: {warning}")
-
-        try:
-            train(config, folder, resume=resume, on_step=show)
-        except KeyboardInterrupt:
-            if (folder / CHECKPOINT).is_file():
-                console.print(f"saved in {folder}; go on with the same command and --resume")
-            raise
-    table = Table("step", "Pass@1 (95 %)", "Pass@4", "tokens", "truncated", title=config.task)
-    for evaluation in read_manifest(folder)["evaluations"]:  # of earlier sessions too
-        result = evaluation["result"]
-        low, high = result["pass_at_1_interval"]
-        four = result["pass_at_4"]
-        table.add_row(
-            str(evaluation["step"]),
-            f"{result['pass_at_1']:.1%} ({low:.1%} to {high:.1%})",
-            "–" if four is None else f"{four:.1%}",
-            f"{result['mean_length']:.1f}",
-            f"{result['truncated_share']:.1%}",
-        )
-    Console().print(table)
-    Console().print(f"records and checkpoint: {folder}")
-    return 0
+def placed_config(preset: "Preset", **settings: Any) -> TrainConfig:
+    """The same run where `logra-lab train` puts it: in the preset's groups of processes."""
+    placement = dict(preset.placement)
+    if settings.get("method", "logra") != "logra":  # the baselines are one process
+        placement = {name: placement[name] for name in placement.keys() & _ONE_PROCESS}
+    return preset_config(preset, **(placement | settings))
 
 
-def _value(text: str) -> Any:
-    """A setting as JSON (numbers, booleans, null, lists) or, failing that, as plain text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+_ONE_PROCESS = {"autocast", "checkpointing", "microbatch_tokens", "probe_responses"}

@@ -114,6 +114,13 @@ def load_policy(name: str) -> Policy:
     return _load(name, name, local=False)
 
 
+def on_gpu(policy: Policy) -> Policy:
+    """The policy itself, its model moved to this process's GPU where there is one."""
+    if torch.cuda.is_available():
+        policy.model.to(torch.device("cuda", torch.cuda.current_device()))  # type: ignore[arg-type]
+    return policy
+
+
 def make_policy(model: PreTrainedModel, tokenizer: Any, name: str) -> Policy:
     """A policy from a model and tokenizer in memory; finds its stop ids and pad id.
 

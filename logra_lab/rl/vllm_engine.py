@@ -127,6 +127,9 @@ class VLLMEngine(VLLMClient):
                 distributed_executor_backend="mp" if ranks > 1 else None,
                 enforce_eager=self.eager,
                 kv_cache_memory_bytes=kv_cache_bytes,
+                # Its share of the card is that and the weights; vLLM would refuse to start where
+                # less than 92 % is free, and beside a trainer on the same card it never is.
+                gpu_memory_utilization=0.01,
                 max_model_len=self.max_prompt_tokens + self.max_new_tokens,
                 generation_config="vllm",  # the folder's own would change the distribution
                 logprobs_mode="processed_logprobs",  # of softmax(logits / T)
