@@ -46,15 +46,28 @@ def interactive_folder() -> Path:
     return project_root() / "runs" / "interactive"
 
 
+def _home() -> Path:
+    context = run_context()
+    return Path(context.record).parents[1] if context else interactive_folder()
+
+
+def kept_folder(name: str) -> Path:
+    """A folder for what later executions go on from (finished jobs of a sweep); never emptied.
+
+    Whoever puts results there has to name each by all that it depends on.
+    """
+    folder = _home() / "kept" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def work_folder(name: str) -> Path:
     """An empty folder for what a notebook makes besides its record and figures (training runs).
 
     It lies beside the records of this run, or of the interactive ones; what an earlier execution
     left in the folder of that name is removed, as its record and figures are replaced.
     """
-    context = run_context()
-    home = Path(context.record).parents[1] if context else interactive_folder()
-    folder = home / "training" / name
+    folder = _home() / "training" / name
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

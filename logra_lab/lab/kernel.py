@@ -171,14 +171,19 @@ def _clock(execution: Execution) -> Iterator[None]:
         execution.seconds = time.perf_counter() - start
 
 
+def usable_cores() -> int:
+    """Physical cores that this process may run on."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return cores
+
+
 def kernel_env(extra: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """The kernel's environment: no foreign plot backend, sensible threads, nothing in HOME."""
     # With MPLBACKEND=agg every inline figure would silently be missing from the notebook.
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    env.setdefault("OMP_NUM_THREADS", str(cores))
+    env.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     # torch takes MKL's number for both, so a user's OMP_NUM_THREADS has to reach MKL.
     env.setdefault("MKL_NUM_THREADS", env["OMP_NUM_THREADS"])
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
