@@ -316,6 +316,7 @@ def cells_behind(path: Path, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("notebook", "moves"),
     [
+        ("00_serve_or_learn", [1, 8, 32]),
         ("01_one_matrix", [1, 4, 256]),
         ("02_accumulation", [1, 16, 128]),
         ("04_kernels", [1, 16, 256]),
