@@ -54,10 +54,15 @@ def seconds_left(lines: Sequence[Line], steps: int) -> float | None:
 
 
 def idle(lines: Sequence[Line]) -> dict[int, float]:
-    """Engine → share of all the time in which it did nothing, over these steps."""
+    """Engine → share of the steps' time in which it did nothing.
+
+    The engines' own clock also runs between steps: lines that span a start or an evaluation are
+    left out, unless there are no others.
+    """
     waited: dict[int, float] = {}
     seconds: dict[int, float] = {}
-    for group in _groups(lines):
+    own = [x for x in lines if x.get("engines") and _is_of_the_step(x)]
+    for group in _groups(own or lines):
         for engine in group["engines"]:
             if engine["idle_share"] is not None:
                 number = engine["engine"]
@@ -140,6 +145,10 @@ def summary(lines: Sequence[Line]) -> list[tuple[str, str]]:
 
 def _number(line: Line, name: str) -> float:
     return float(line.get(name) or 0.0)  # a skipped step has no update
+
+
+def _is_of_the_step(line: Line) -> bool:
+    return bool(line["engines"]["seconds"] <= 1.5 * line["seconds_step"])
 
 
 def _groups(lines: Sequence[Line]) -> list[Any]:

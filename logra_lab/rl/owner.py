@@ -17,7 +17,7 @@ import psutil
 from logra_lab.atomic import write_atomically
 
 NAME = "process.json"  # in a run's folder
-_SAME = 0.1  # s: the system tells a process's beginning to a hundredth
+_SAME = 2.0  # s: a set clock shifts what the system says; no number is used again that soon
 
 
 @dataclass(frozen=True)
