@@ -17,43 +17,19 @@ from matplotlib.figure import Figure
 
 from logra_lab.lab import outputs
 from logra_lab.lab.context import run_context
+from logra_lab.lab.curves import draw
 from logra_lab.lab.steered import Steered, opened
-from logra_lab.lab.style import PALETTE
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.run import Run
 
 _REDRAW_S = 0.7  # a figure takes a tenth of a second, as a short step does
 
 
-def draw(steered: Steered, figure: Figure) -> Figure:
-    """Accuracy and truncation, and KL predicted, realised and allowed, of the steps so far."""
-    figure.set_size_inches(10, 3.4)
-    left, right = figure.subplots(1, 2)
-    steps = [line["step"] for line in steered.lines]
-
-    def values(name: str) -> list[float]:
-        return [float("nan") if line.get(name) is None else line[name] for line in steered.lines]
-
-    left.plot(steps, values("accuracy"), color=PALETTE[0], label="accuracy")
-    left.plot(steps, values("truncated_share"), color=PALETTE[1], label="truncated")
-    left.set(xlabel="step (count)", ylabel="responses of the batch (share)", ylim=(-0.02, 1.02))
-    right.plot(steps, values("kl_predicted"), color=PALETTE[5], label="predicted")
-    right.plot(steps, values("kl_realised"), "o", ms=4, color=PALETTE[0], label="realised")
-    budget = {"color": PALETTE[6], "ls": "--", "lw": 1.2}
-    right.step(steps, values("kl_budget"), where="mid", label="budget δ", **budget)
-    right.set(xlabel="step (count)", ylabel="KL (nats/token, log scale)", yscale="log")
-    for ax in (left, right):
-        ax.set_xlim(0, steered.config.steps + 1)
-        ax.legend()
-    figure.tight_layout()
-    return figure
-
-
 class LiveTraining:
     """The widget, in `box`; the training it shows, if one was started, in `steered`.
 
     Args:
-        config: what is trained, from its policy anew at each start; its `kl_start` is ignored.
+        config: what is trained, from its policy anew at each start; the budget is `delta`'s.
         delta: a control whose value is the budget δ, at the start and while it runs.
         threaded: whether `start` returns at once; by default where a reader has the notebook open.
     """
