@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logra_lab.errors import InputError
-from logra_lab.kernels import require
+from logra_lab.kernels import overlaps, require
 from logra_lab.kernels.apply import TYPES, widen
 from logra_lab.kernels.project import in_three, interpreted
 from logra_lab.operators import apply
@@ -95,7 +95,7 @@ def launch(
     """S ← S + (Hᵀ P)[start : start + rows] in place.
 
     Args:
-        S: float32, of any strides: the whole sketch or the rows of one shard.
+        S: float32, of any strides but 0: the whole sketch or the rows of one shard.
         H, P: gradient of the output and projected input, of the same leading shape; float32,
             bfloat16 or float16 each, of any strides (see `project.launch`).
         parts: into how many the tokens are cut; by default as many as fill the GPU.
@@ -221,6 +221,7 @@ def _check(S: Tensor, H: Tensor, P: Tensor, start: int) -> None:
             raise InputError(f"kernel accumulate: expected {what}, got {came}")
 
     need(S.dim() == 2 and S.dtype == torch.float32, "S [rows, r] in float32", (S.shape, S.dtype))
+    need(not overlaps(S), "an S that is not expanded", S.stride())
     need(H.dtype in TYPES and P.dtype in TYPES, f"H and P in {TYPES}", (H.dtype, P.dtype))
     need(
         H.dim() == P.dim() >= 1 and H.shape[:-1] == P.shape[:-1] and P.shape[-1] == S.shape[1],

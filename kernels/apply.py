@@ -13,7 +13,7 @@ from jaxtyping import Int8, Shaped
 from torch import Tensor
 
 from logra_lab.errors import InputError
-from logra_lab.kernels import require
+from logra_lab.kernels import overlaps, require
 from logra_lab.kernels.signs import BITS, BLOCK, INDICES, pack, unpack, words
 from logra_lab.kernels.signs import reference as signs
 
@@ -199,6 +199,7 @@ def _check(
     tensors = [weight, values, exponents] + ([] if served is None else [served])
     need(weight.dim() == 2, "a weight [rows, columns]", list(weight.shape))
     rows, columns = weight.shape
+    need(not overlaps(weight), "a weight that is not expanded", weight.stride())
     need(weight.dtype in TYPES, f"a weight in one of {TYPES}", weight.dtype)
     need(
         values.dtype == exponents.dtype == torch.int8,
@@ -214,6 +215,7 @@ def _check(
     need(0 <= column_start <= INDICES - columns, "columns inside 0:2**32", (column_start, columns))
     if served is not None:
         need(served.dtype in TYPES, f"a served copy in one of {TYPES}", served.dtype)
+        need(not overlaps(served), "a served copy that is not expanded", served.stride())
         need(served.shape == weight.shape, f"a served copy {[rows, columns]}", list(served.shape))
     need(
         len({x.device for x in tensors}) == 1, "tensors on one device", [x.device for x in tensors]

@@ -64,11 +64,15 @@ def _rows(
             surprise = before + tl.sum(tl.where(w > 0, -w * x, 0.0), 0)
         if KIND == "variance":
             u = read(other + place * other_row, start, size, other_column, 0.0, DEPTH, LANES)
-            u = tl.where(logits == -INF, 0.0, u)  # a masked logit has no say, whatever its tangent
+            u = tl.where(w > 0, u, 0.0)  # what has no weight has no say, whatever its tangent
             high2, low2, u = moments(w, W2, u)
             W *= shrink
+            heard = W > 0  # and what had some, before this maximum, is forgotten with it
+            high, low = tl.where(heard, high, 0.0), tl.where(heard, low, 0.0)
+            spread = tl.where(heard, shrink * spread, 0.0)
             high, low, gap, second = join(W, high, low, W2, high2, low2)
-            spread = shrink * spread + tl.sum(w * u * u, 0) + gap * gap * W * second
+            # In this order: a large gap would have an infinite square, times a weight of 0.
+            spread += tl.sum(w * u * u, 0) + gap * (W * second) * gap
             W += W2
         elif KIND == "realised":
             new = read(other + place * other_row, start, size, other_column, -INF, DEPTH, LANES)
@@ -105,6 +109,10 @@ def _rows(
         logp = (said - finite(peak)) * rate - tl.log2(total)
         tl.store(out + n + place, logp * LN2)
         tl.store(out + 2 * n + place, (entropy + tl.log2(total)) * LN2)
+    if KIND == "variance":
+        heard = shrink * W > 0
+        high, low = tl.where(heard, high, 0.0), tl.where(heard, low, 0.0)
+        spread = tl.where(heard, spread, 0.0)
     if KIND != "token":
         middle = tl.sum(shrink * W * high, 0) / total
         u = (high - middle) + low
@@ -112,7 +120,7 @@ def _rows(
         u -= below
         if KIND == "variance":
             half = 0.5 * (rate * LN2) * (rate * LN2)
-            kl = half * tl.sum(shrink * (spread + W * u * u), 0) / total
+            kl = half * tl.sum(shrink * spread + shrink * W * u * u, 0) / total
         else:
             t = u * rate
             rise = tl.maximum(tl.max(tl.where(W > 0, fall + t + scale, 0.0), 0), 0.0)
@@ -290,8 +298,10 @@ def _derivatives(
             mean = (p * x).sum(-1, keepdim=True)
             yield rows, 0, p * (mean - x) / temperature, (log_q.exp() - p) / temperature
         if labels is not None:
-            one = torch.zeros_like(p).scatter_(1, labels[rows, None], 1)
-            yield rows, 1, (one - p) / temperature, None
+            ids = labels[rows, None]
+            known = (ids >= 0) & (ids < p.shape[1])  # elsewhere the log-probability is nan
+            one = torch.zeros_like(p).scatter_(1, ids.clamp(0, p.shape[1] - 1), 1)
+            yield rows, 1, torch.where(known, (one - p) / temperature, 0), None
             log_p = torch.where(p > 0, log_p, 0)
             mean = (p * log_p).sum(-1, keepdim=True)
             yield rows, 2, p * (mean - log_p) / temperature, None
@@ -301,14 +311,14 @@ def variance(
     z: Shaped[Tensor, "n V"], z_dot: Shaped[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
     """½ Var_p(ż/T) by `launch`, for autograd, forward mode, FakeTensorMode and torch.compile."""
-    return apply(_Rows, z, z_dot, None, float(temperature), "variance")[0]
+    return apply(_Rows, z, z_dot, None, float(temperature), "variance").select(0, 0)
 
 
 def realised(
     z_old: Shaped[Tensor, "n V"], z_new: Shaped[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
     """KL(p_old ‖ p_new), likewise."""
-    return apply(_Rows, z_old, z_new, None, float(temperature), "realised")[0]
+    return apply(_Rows, z_old, z_new, None, float(temperature), "realised").select(0, 0)
 
 
 def token(

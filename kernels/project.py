@@ -45,9 +45,10 @@ def draw(key, column, block, dtype: tl.constexpr):
 
 
 @triton.jit
-def _leading(x):
-    """The first 8 significant bits of float32 numbers; the rest, x − leading, is exact."""
-    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+def _split(x):
+    """The first 8 significant bits of float32 numbers, and the rest, exactly; of inf it is 0."""
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high, tl.where(x == high, 0.0, x - high)
 
 
 @triton.jit(do_not_specialize=["key", "scale"])
@@ -85,9 +86,8 @@ def _project(
         part = tl.load(x + column[None, :].to(tl.int64) * x_column, mask=inside, other=0.0)
         A = draw(key, column, block, unit)
         if pieces:
-            high = _leading(part)
-            middle = _leading(part - high)
-            low = part - high - middle
+            high, rest = _split(part)
+            middle, low = _split(rest)
             total = tl.dot(high.to(unit), A, total, input_precision="ieee")
             total = tl.dot(middle.to(unit), A, total, input_precision="ieee")
             total = tl.dot(low.to(unit), A, total, input_precision="ieee")

@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from logra_lab.errors import InputError
-from logra_lab.kernels import require
+from logra_lab.kernels import overlaps, require
 
 VARIANTS = ("norm_preserving", "plain")
 ENTRIES = 4096  # of S in a program: 32 a thread
@@ -201,6 +201,7 @@ def _check(S: Tensor, v: Tensor, sizes: Sequence[int], t: int, variant: str) -> 
             raise InputError(f"kernel row_adam: expected {what}, got {came}")
 
     need(S.dim() == 2, "a sketch [d, r]", list(S.shape))
+    need(not overlaps(S), "an S that is not expanded", S.stride())
     need(S.dtype == v.dtype == torch.float32, "S and v in float32", (S.dtype, v.dtype))
     need(v.shape == S.shape[:1], f"moments [{S.shape[0]}]", list(v.shape))
     need(min(sizes, default=0) >= 0 and sum(sizes) == S.shape[0], f"{S.shape[0]} rows", sizes)

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from logra_lab import kernels
+from logra_lab import kernels, operators
 from logra_lab.errors import InputError, LograError
 from logra_lab.sketch import Layer, Sketch
 
@@ -34,6 +34,7 @@ _NUMBERS = 1 << 21  # of a [rows, V] temporary: 8 MiB, which malloc reuses inste
 # drowns in rounding, larger sees the third derivative, whose share a second, halved step removes.
 # A model on which that second step has changed nothing is not asked for it again.
 _FD_TARGET = {torch.float64: 3e-4, torch.float32: 4e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_FLOATS = tuple(_FD_TARGET)
 _FD_TRIES, _FD_DRIFT = 4, 3e-3
 
 # What torch says where forward-mode AD does not reach: missing rules, functorch's own refusals.
@@ -90,8 +91,13 @@ class Prediction:
 def variance_kl(
     z: Float[Tensor, "n V"], z_dot: Float[Tensor, "n V"], temperature: float = 1.0
 ) -> Float[Tensor, "n"]:
-    """½ Var_p(ż/T) at each position, centred before squaring; p = softmax(z/T)."""
-    _check_inputs(z, z_dot, z.shape, temperature)
+    """½ Var_p(ż/T) at each position, centred before squaring; p = softmax(z/T).
+
+    An id with p = 0 has no say, whatever its tangent. Raises `InputError` for shapes, types or a
+    temperature that do not fit. Differentiable. Cost: one pass on CUDA by the Triton kernel, else
+    several over rows of 8 MiB at a time.
+    """
+    _check_second(z, z_dot, temperature)
     if _by_kernel(z, z_dot):
         from logra_lab.kernels import kl as kernel  # needs Triton
 
@@ -101,9 +107,9 @@ def variance_kl(
     for rows, tangent in zip(z.split(cut), z_dot.split(cut), strict=True):
         p = torch.softmax(_wide(rows) / temperature, dim=-1)
         u = _wide(tangent) / temperature
-        u = torch.where(p > 0, u, 0)  # a masked logit (−inf) has no say, whatever its tangent
+        u = torch.where(p > 0, u, 0)
         u = u - (p * u).sum(-1, keepdim=True)
-        out.append(0.5 * (p * u.square()).sum(-1))
+        out.append(0.5 * (p * u * u).sum(-1))
     return torch.cat(out)
 
 
@@ -113,9 +119,10 @@ def realised_kl(
     """KL(p_old ‖ p_new) at each position.
 
     Summed as p_old·(e^x − 1 − x) with x = log p_new − log p_old: the same value, since the first
-    two terms add to zero, but no term is negative and rounding enters at second order.
+    two terms add to zero, but no term is negative and rounding enters at second order. Infinite
+    where an id is newly masked. Raises `InputError` as `variance_kl`; cost as there.
     """
-    _check_inputs(z_old, z_new, z_old.shape, temperature)
+    _check_second(z_old, z_new, temperature)
     if _by_kernel(z_old, z_new):
         from logra_lab.kernels import kl as kernel  # needs Triton
 
@@ -139,8 +146,14 @@ def realised_kl(
 def logprob_entropy(
     z: Float[Tensor, "n V"], labels: Int64[Tensor, "n"], temperature: float = 1.0
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
-    """log p of each label and the entropy of p = softmax(z/T), in nats; differentiable."""
-    _check_inputs(z, labels, z.shape[:-1], temperature)
+    """log p of each label and the entropy of p = softmax(z/T), in nats; differentiable.
+
+    The log-probability of a label outside 0..V − 1 is nan, and moves with nothing. Raises
+    `InputError` as `variance_kl`, and for labels that are not int64; cost as there.
+    """
+    _check_inputs(z, labels, temperature)
+    fitting = labels.shape == z.shape[:1] and labels.dtype == torch.int64
+    _need(fitting, f"int64 labels [{len(z)}]", (list(labels.shape), labels.dtype))
     if _by_kernel(z):
         from logra_lab.kernels import kl as kernel  # needs Triton
 
@@ -149,7 +162,9 @@ def logprob_entropy(
     cut = max(1, _NUMBERS // z.shape[-1])
     for rows, ids in zip(z.split(cut), labels.split(cut), strict=True):
         log_p = torch.log_softmax(_wide(rows) / temperature, dim=-1)
-        logps.append(log_p.gather(1, ids[:, None])[:, 0])
+        known, last = (ids >= 0) & (ids < z.shape[1]), z.shape[1] - 1
+        said = log_p.gather(1, ids.clamp(0, last)[:, None])[:, 0]
+        logps.append(torch.where(known, said, math.nan))
         entropies.append(-(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1))
     return torch.cat(logps), torch.cat(entropies)
 
@@ -323,6 +338,8 @@ class _Moved(torch.autograd.Function):
     def jvp(ctx, y_dot, P_dot, U_dot, t_dot):  # type: ignore[no-untyped-def, override]
         P, U = ctx.saved_tensors
         P = P.reshape(-1, P.shape[-1])
+        if t_dot is None:  # t is a number
+            return y_dot.clone()
         if y_dot is None:
             return (P @ U.T).mul_(-t_dot).reshape(*ctx.saved_tensors[0].shape[:-1], U.shape[0])
         flat = y_dot.reshape(-1, y_dot.shape[-1])
@@ -342,7 +359,7 @@ def perturbed(sketch: Sketch, factor: Tensor, t: Tensor | float) -> Iterator[Non
             U = sketch.ranks.gather(factor[layer.rows], layer.d)
             with torch.autocast(y.device.type, enabled=False):
                 P = layer.site.project(x, y.dtype, layer.path)
-                return _Moved.apply(y, P, U.to(y.dtype), t)
+                return operators.apply(_Moved, y, P, U.to(y.dtype), t)
 
         return perturb
 
@@ -386,15 +403,23 @@ def _check_rows(z: Tensor) -> None:
         )
 
 
-def _check_inputs(z: Tensor, other: Tensor, expected: torch.Size, temperature: float) -> None:
-    """torch would broadcast one row to all, and gather for as many rows as there are labels."""
-    if other.shape != expected:
-        raise InputError(
-            f"for logits {list(z.shape)} expected a second tensor {list(expected)}, "
-            f"got {list(other.shape)}"
-        )
-    if not 0 < temperature < math.inf:
-        raise InputError(f"KL, log-probability: expected a temperature > 0, got {temperature}")
+def _check_inputs(z: Tensor, other: Tensor, temperature: float) -> None:
+    """What torch would broadcast, convert or divide by, and the kernel would refuse or read."""
+    _need(z.dim() == 2 and z.shape[1] > 0, "logits [n, V] with V ≥ 1", list(z.shape))
+    _need(z.dtype in _FLOATS, f"logits in one of {_FLOATS}", z.dtype)
+    _need(other.device == z.device, f"a second tensor on {z.device}", other.device)
+    _need(0 < temperature < math.inf, "a temperature > 0", temperature)
+
+
+def _check_second(z: Tensor, other: Tensor, temperature: float) -> None:
+    _check_inputs(z, other, temperature)
+    _need(other.shape == z.shape, f"a second tensor {list(z.shape)}", list(other.shape))
+    _need(other.dtype in _FLOATS, f"a second tensor in one of {_FLOATS}", other.dtype)
+
+
+def _need(good: bool, what: str, came: object) -> None:
+    if not good:
+        raise InputError(f"KL, log-probability: expected {what}, got {came}")
 
 
 def _by_kernel(*logits: Tensor) -> bool:

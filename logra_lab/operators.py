@@ -95,6 +95,13 @@ class Project(torch.autograd.Function):
         ctx.save_for_forward(*kept)
 
     @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, tokens: Tensor | None, *rest: Any) -> Any:
+        x = _in_front(x, in_dims[0], info.batch_size)
+        if tokens is not None:
+            tokens = _in_front(tokens, in_dims[1], info.batch_size)
+        return Project.apply(x, tokens, *rest), 0
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (g,), (x, tokens), to_x, to_tokens = grads, ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:
@@ -194,6 +201,13 @@ class SquaredNorm(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
+    def vmap(info: Any, in_dims: Any, D: Tensor, gram: Tensor) -> Any:
+        pairs = (
+            _in_front(x, at, info.batch_size) for x, at in zip((D, gram), in_dims, strict=True)
+        )
+        return torch.stack([SquaredNorm.apply(*pair) for pair in zip(*pairs, strict=True)]), 0
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         D, gram = ctx.saved_tensors
         return (2 * grads[0] * (D @ gram).double()).to(D.dtype), None
@@ -202,3 +216,8 @@ class SquaredNorm(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         D, gram = ctx.saved_tensors
         return 2 * torch.sum((D @ gram) * tangents[0], dtype=torch.float64)
+
+
+def _in_front(x: Tensor, at: int | None, size: int) -> Tensor:
+    """x with the dimension that vmap maps over in front."""
+    return x.expand(size, *x.shape) if at is None else x.movedim(at, 0)

@@ -27,6 +27,7 @@ from logra_lab.errors import InputError
 from logra_lab.philox import DOMAIN_GAUSSIAN, DOMAIN_SIGNS, key_of, philox4x32, stream
 
 KINDS = ("sign", "gaussian")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Wrappers that torch inserts into module paths; a layer keeps its key with and without them.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -160,14 +161,21 @@ class Projection:
 
         Summed in float32 (float64 for float64) and rounded once, by the Triton kernel on CUDA and
         by torch elsewhere. Works in autograd, forward mode, FakeTensorMode and torch.compile.
-        Raises `InputError` for other shapes. Cost: 2·n·k·r FLOPs; A exists one block at a time.
+        Raises `InputError` for other shapes and types: X in float32, bfloat16, float16 or float64,
+        tokens in one of the first three or in X's. Cost: 2·n·k·r FLOPs; A exists one block at a
+        time.
         """
         leading = x.shape[:-1]
-        if x.shape[-1] != self.k or (tokens is not None and tokens.shape != leading):
+        if x.shape[-1:] != (self.k,) or (tokens is not None and tokens.shape != leading):
             raise InputError(
                 f"projection {self.path!r}: expected X [*batch, {self.k}] and a factor for each "
                 f"token, got {list(x.shape)} and {None if tokens is None else list(tokens.shape)}"
             )
+        self._check_type("X", x.dtype, *FLOATS, torch.float64)
+        if tokens is not None:
+            self._check_type("token factors", tokens.dtype, *FLOATS, x.dtype)
+            if tokens.device != x.device:
+                raise InputError(f"token factors are on {tokens.device}, X on {x.device}")
         return operators.apply(operators.Project, x, tokens, False, *self._fields)
 
     def gram(
@@ -178,8 +186,20 @@ class Projection:
         return torch.ops.logra_lab.gram(dtype, torch.device(device), *self._fields)
 
     def squared_norm(self, D: Float[Tensor, "d r"]) -> Float[Tensor, ""]:
-        """‖D A‖² = ⟨D (A Aᵀ), D⟩ in float64, differentiable. Cost: 2·d·r² + 2·k·r² FLOPs."""
+        """‖D A‖² = ⟨D (A Aᵀ), D⟩ in float64, differentiable. Raises `InputError` for another
+        shape or type. Cost: 2·d·r² + 2·k·r² FLOPs."""
+        if D.dim() != 2 or D.shape[1] != self.rank:
+            raise InputError(
+                f"projection {self.path!r}: expected D [d, {self.rank}], got {list(D.shape)}"
+            )
+        self._check_type("D", D.dtype, *FLOATS, torch.float64)
         return operators.apply(operators.SquaredNorm, D, self.gram(D.dtype, D.device))
+
+    def _check_type(self, name: str, came: torch.dtype, *expected: torch.dtype) -> None:
+        if came not in expected:
+            raise InputError(
+                f"projection {self.path!r}: expected {name} in one of {expected}, got {came}"
+            )
 
     def _by_kernel(self, dtype: torch.dtype, device: torch.device) -> bool:
         covered = self.kind == "sign" and dtype != torch.float64

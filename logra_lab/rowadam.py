@@ -104,6 +104,8 @@ def row_adam_(
     _check(variant, t)
     if sum(layers.values()) != len(S):
         raise InputError(f"RowAdam: the layers have {sum(layers.values())} rows, S has {len(S)}")
+    if kernels.overlaps(S):
+        raise InputError(f"RowAdam: entries of S share memory (strides {S.stride()}); copy it")
     if torch.is_grad_enabled() and (S.requires_grad or v.requires_grad):
         raise InputError("RowAdam: S or v requires a gradient: an update has none")
     if any(forward_ad.unpack_dual(x).tangent is not None for x in (S, v)):

@@ -436,6 +436,40 @@ def test_callers_attention_backend_catches_a_probe_that_resets_it():
     assert backends() != inside
 
 
+@pytest.mark.parametrize("where", ["model", "blocks", "linears"])
+def test_compiled_regions_catch_tangents_that_dynamo_forgets(where, monkeypatch):
+    """The hooks of the probe run inside of what is compiled; exact would be 0 without tangents."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # dynamo cannot trace it
+    torch._dynamo.reset()
+    model = decoder()
+    sketch, U, forward = setup(model)
+    exact = kl.predict(sketch, U, forward, method="jvp").kl
+    parts = {
+        "model": [model],
+        "blocks": list(model.blocks),
+        "linears": [m for m in model.modules() if isinstance(m, torch.nn.Linear)],
+    }
+    for part in parts[where]:
+        part.compile(backend="aot_eager")
+    got = kl.predict(sketch, U, forward, method="jvp")
+    assert (got.kl, got.method) == (pytest.approx(exact, rel=1e-12), "jvp")
+
+
+def test_a_perturbed_model_carries_the_tangents_of_its_inputs():
+    """Central differences of y − t·(X Aᵀ)Uᵀ along y, with P a constant as the probe has it."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6).double())
+    sketch = Sketch(model, 3, targets=["0"])
+    U = torch.randn(6, 3, dtype=torch.float64)
+    x, x_dot = (torch.randn(4, 8, dtype=torch.float64) for _ in range(2))
+    for t in (0.0, 0.25):  # a number, as in a finite difference
+        with torch.no_grad(), kl.perturbed(sketch, U, t):
+            y, got = torch.func.jvp(model, (x,), (x_dot,))
+        A = sketch.sites[0].projection.matrix(torch.float64)
+        torch.testing.assert_close(y, model[0].bias + x @ (model[0].weight - t * U @ A).T)
+        torch.testing.assert_close(got, x_dot @ model[0].weight.T)
+
+
 def test_fused_attention_catches_a_jvp_probe_on_the_default_kernel():
     """The default kernel has no forward-mode rule (so the probe must choose another one)."""
     q = torch.randn(1, 1, 4, 8)

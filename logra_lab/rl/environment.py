@@ -5,6 +5,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,25 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def compute(device: torch.device | str) -> dict[str, str]:
-    """The device of a run, and whose kernels compute on it: ``"torch"`` or ``"triton"``.
+def compute(device: torch.device | str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The device of a run, whose kernels compute on it (``"torch"`` or ``"triton"``), and under
+    ``"triton"`` which operations torch computes none the less, by the run's settings.
 
-    Raises `InputError` where LOGRA_LAB_KERNELS forces a choice that cannot run there.
+    Policies are float32. Raises `InputError` where LOGRA_LAB_KERNELS forces a choice that cannot
+    run there.
     """
-    return {"device": str(torch.device(device)), "kernels": kernels.backend(device)}
+    chosen = kernels.backend(device)
+    rest = kernels.left_to_torch(
+        dtype=torch.float32,
+        projection=config.get("projection", "sign"),
+        wire=config.get("wire", "int8"),
+        ranks=config.get("trainers", 0),
+    )
+    return {
+        "device": str(torch.device(device)),
+        "kernels": chosen,
+        "by_torch": rest if chosen == "triton" else None,
+    }
 
 
 def peak_memory_mib() -> float:

@@ -217,7 +217,7 @@ def _described(
         "reward": reward,
         "versions": environment.versions(),
         "hardware": environment.hardware(),
-        **environment.compute(device),
+        **environment.compute(device, config),
         "threads": torch.get_num_threads(),
     }
 

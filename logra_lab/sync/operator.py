@@ -42,8 +42,10 @@ def apply(
         columns: the part of A that the weights hold. fields: of the `Projection`.
 
     By the Triton kernel on CUDA (int8), else by torch. Raises `InputError` for a tensor with a
-    tangent. Cost: see `Projection.subtract_`.
+    tangent and for an expanded one. Cost: see `Projection.subtract_`.
     """
+    if any(kernels.overlaps(x) for x in (*weights, *served)):
+        raise InputError("apply: entries of a weight, or of its served copy, share memory: copy it")
     if forward_ad._current_level >= 0:
         for x in (*weights, *values, *served):
             if forward_ad.unpack_dual(x).tangent is not None:

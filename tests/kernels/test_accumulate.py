@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 
 from logra_lab.errors import InputError
 from logra_lab.sketch import Sketch, _Accumulate
+from logra_lab.sketch import accumulate as by_torch_or_kernel
 
 accumulate = pytest.importorskip("logra_lab.kernels.accumulate", reason="needs the triton package")
 guards = runpy.run_path(str(Path(__file__).parent / "guards.py"))
@@ -247,8 +249,45 @@ def test_the_torch_path_of_the_sketch_gives_the_same(monkeypatch):
 
 # --- what does not fit ---
 
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_function_of_the_sketch_takes_fake_tensors_by_either_path(device):
+    with FakeTensorMode():
+        S, H, P = (torch.empty(*shape, device=device) for shape in ((6, 3), (2, 5, 6), (2, 5, 3)))
+        by_torch_or_kernel(S, H, P)
+
+
+def test_the_torch_path_compiles_to_one_graph_and_carries_tangents(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    (S, H, P), (S_dot, H_dot, P_dot) = draw(10, 6, 3), draw(10, 6, 3, seed=1)
+    out = S.clone()
+    torch.compile(by_torch_or_kernel, fullgraph=True, backend="aot_eager")(out, H, P)
+    close(out, S, H, P)
+
+    def moved(S, H, P):
+        S = S * 1
+        by_torch_or_kernel(S, H, P)
+        return S
+
+    _, got = torch.func.jvp(moved, (S, H, P), (S_dot, H_dot, P_dot))
+    want = S_dot + H_dot.T @ P + H.T @ P_dot
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expanded_s_and_shapes_that_would_broadcast_are_refused_by_the_sketch(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the tests' own check
+    S, H, P = torch.zeros(1, 3).expand(4, 3), torch.ones(2, 4), torch.ones(2, 3)
+    with pytest.raises(InputError, match="entries of S share memory"):
+        by_torch_or_kernel(S, H, P)
+    assert (S == 0).all()
+    for wrong in ((torch.zeros(4, 3), H, torch.ones(2, 5)), (torch.zeros(5, 3), H, P)):
+        with pytest.raises(InputError, match=r"expected S \[d, r\], H"):
+            by_torch_or_kernel(*wrong)
+
+
 WRONG = {
     r"S \[rows, r\] in float32": {"S": torch.zeros(4, 3, dtype=torch.float64)},
+    "an S that is not expanded": {"S": torch.zeros(1, 3).expand(4, 3)},
     "H and P in": {"H": torch.zeros(2, 4, dtype=torch.int32)},
     r"H \[\*batch, d\] and P \[\*batch, 3\]": {"P": torch.zeros(2, 5)},
     "rows of S inside 0:4": {"start": 1},

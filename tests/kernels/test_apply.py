@@ -378,9 +378,21 @@ def test_a_tangent_that_would_be_dropped_is_refused(which):
     assert torch.equal(slot.weight, before)
 
 
+@pytest.mark.parametrize("which", ["weight", "served"])
+def test_an_expanded_tensor_is_refused_before_either_path_writes(which):
+    update, slot = update_of(), slots_of()[0]
+    before = slot.weight.clone()
+    expanded = {which: getattr(slot, which)[:1].expand(6, 20)}
+    with pytest.raises(InputError, match="share memory"):
+        torch_apply(update, [replace(slot, **expanded)])
+    assert torch.equal(slot.weight, before)
+
+
 WRONG = {
     r"a weight \[rows, columns\]": {"weight": torch.zeros(4)},
     "a weight in one of": {"weight": torch.zeros(4, 6, dtype=torch.float64)},
+    "a weight that is not expanded": {"weight": torch.zeros(1, 6).expand(4, 6)},
+    "a served copy that is not expanded": {"served": torch.zeros(4, 1).expand(4, 6)},
     "values and exponents in int8": {"values": torch.zeros(4, 3)},
     r"values \[4, r\] and exponents \[4\]": {"exponents": torch.zeros(3, dtype=torch.int8)},
     r"a rank in 1\.\.65536": {"values": torch.zeros(4, 0, dtype=torch.int8)},

@@ -37,7 +37,11 @@ def factor(d, r, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("k", "r"), [(1, 1), (5, 3), (64, 32), (65, 33), (131, 127), (197, 128), (67, 129), (33, 300)]
+    ("k", "r"),
+    [
+        *((1, 1), (5, 3), (64, 32), (65, 33), (131, 127)),
+        *((197, 128), (67, 129), (33, 300), (37, 511), (40, 512)),
+    ],
 )
 def test_integers_over_r_and_nothing_beside_them_is_written(machine, k, r):
     memory = torch.full((r * r + 64,), 55, dtype=torch.int32, device=machine.device)
@@ -85,6 +89,8 @@ def bound(D, G):
         (3, 40, 127, 1),
         (41, 19, 129, 2),
         (2, 9, 300, "swapped"),
+        (5, 7, 511, 1),
+        (3, 11, 512, 2),
     ],
 )
 def test_the_norm_is_that_of_d_times_a_and_guards_are_not_read(machine, d, k, r, step):
@@ -157,6 +163,28 @@ def test_gradient_by_central_differences():
     norm = projection(12, 5).squared_norm
     assert torch.autograd.gradcheck(norm, D, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(norm, D, check_fwd_over_rev=True)
+
+
+def test_vmap_and_jacobians_by_it_catch_norms_of_all_factors_together():
+    p, A = projection(40, 9), projection(40, 9).matrix(torch.float64)
+    D = torch.stack([factor(6, 9, seed) for seed in range(3)]).double()
+    norms = (D @ A).square().sum((1, 2))
+    torch.testing.assert_close(torch.vmap(p.squared_norm)(D), norms)
+    torch.testing.assert_close(torch.vmap(p.squared_norm, in_dims=1)(D.transpose(0, 1)), norms)
+    want = 2 * D[0] @ A @ A.T
+    for jacobian in (torch.func.jacfwd, torch.func.jacrev, torch.func.grad):
+        torch.testing.assert_close(jacobian(p.squared_norm)(D[0]), want)
+
+
+@pytest.mark.parametrize("shape", [(9,), (6, 1), (6, 8), (2, 6, 9)])
+def test_a_projection_names_factors_that_torch_would_broadcast(unchecked, shape):
+    with pytest.raises(InputError, match=r"'layers\.0\.q_proj': expected D \[d, 9\]"):
+        projection(40, 9).squared_norm(torch.ones(shape))
+
+
+def test_a_projection_names_factors_that_are_no_floats(unchecked):
+    with pytest.raises(InputError, match="expected D in one of"):
+        projection(40, 9).squared_norm(torch.ones(6, 9, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -296,6 +297,36 @@ def test_masked_ids_have_no_say_whatever_their_tangent(machine):
             check(got[:, row, None], want, short[0], 1.0, 16, short[1] - short[0])
 
 
+@pytest.mark.parametrize("tangent", [1e30, -3e38, INF, NAN])
+@pytest.mark.parametrize("place", [slice(0, 60), slice(60, 64), slice(90, 150)])
+def test_an_id_of_probability_zero_catches_a_weight_of_0_times_an_infinite_square(
+    machine, place, tangent
+):
+    """e⁻³⁰⁰ is 0 in float32; seen first it still has the largest logit, of its lane or of all."""
+    z, u, _, _ = draw(3, 150)
+    z[:, place] -= 300
+    u[:, place] = tangent
+    got = machine.run(
+        kl.launch, z.to(machine.device), u.to(machine.device), None, 1.0, "variance", lanes=16
+    )
+    quiet = u.clone()
+    quiet[:, place] = 0
+    want = judge(z, quiet, None, 1.0, "variance")
+    check(got, want, z, 1.0, 16)
+    torch.testing.assert_close(library.variance_kl(z, u).double(), want[0], rtol=1e-5, atol=0)
+
+
+def test_tangents_that_are_large_but_alike_have_no_variance_and_no_nan(machine):
+    """The square of 1e30 is infinite: times a chunk's weight of 0 it would be nan."""
+    z, _, _, _ = draw(3, 150)
+    z[:, 60:] -= 300
+    u = torch.full_like(z, 1e30)
+    got = machine.run(
+        kl.launch, z.to(machine.device), u.to(machine.device), None, 1.0, "variance", lanes=16
+    )
+    assert not got[0].isnan().any()
+
+
 @pytest.mark.parametrize("far", [-30.0, 0.0, 9.0, 90.0])
 def test_an_id_unmasked_by_the_new_policy_weighs_on_its_normaliser(machine, far):
     z, _, new, _ = draw(2, 150)
@@ -346,6 +377,31 @@ def test_a_label_outside_the_vocabulary_reads_nothing_and_is_nan(machine):
     labels = torch.tensor([-1, 20, 19], device=machine.device)
     got = machine.run(kl.launch, z.to(machine.device), None, labels)
     assert got[1].isnan().tolist() == [True, True, False]
+    logp, entropy = library.logprob_entropy(z, labels.cpu())
+    torch.testing.assert_close(got[1].cpu(), logp, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(got[2].cpu(), entropy, rtol=1e-5, atol=1e-6)
+
+
+def unknown_labels(z, labels, z_dot):
+    """Gradient of the sum and tangents of log-probabilities, by the kernel and by the library."""
+    found = []
+    for function in (kl.token, library.logprob_entropy):
+        leaf = z.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(function(leaf, labels)[0].sum(), [leaf])
+        found.append((grad, torch.func.jvp(lambda x: function(x, labels)[0], (z,), (z_dot,))[1]))  # noqa: B023
+    return found
+
+
+def test_an_unknown_label_moves_with_nothing_and_its_derivative_reads_nothing(machine):
+    z, u, _, _ = draw(3, 20)
+    labels = torch.tensor([-100, 20, 19])
+    given = (x.to(machine.device) for x in (z, labels, u))
+    (grad, dot), (by_torch, torch_dot) = inside(machine, "unknown_labels", *given)
+    assert (grad[:2] == 0).all()
+    assert (dot[:2] == 0).all()
+    assert grad[2].abs().max() > 0.5
+    torch.testing.assert_close(grad, by_torch, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dot, torch_dot, rtol=1e-5, atol=1e-6)
 
 
 # --- derivatives, fake tensors, torch.compile -----------------------------------------------------
@@ -567,6 +623,71 @@ WRONG = {
     "a temperature > 0": {"temperature": 0.0},
     "compiled Triton kernels need": {},
 }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"z": torch.zeros(5)}, r"logits \[n, V\] with V ≥ 1"),
+        ({"z": torch.zeros(3, 0)}, r"logits \[n, V\] with V ≥ 1"),
+        ({"z": torch.zeros(3, 5, dtype=torch.int32)}, "logits in one of"),
+        ({"other": torch.zeros(1, 5)}, r"a second tensor \[3, 5\]"),
+        ({"other": torch.zeros(3, 5, dtype=torch.int32)}, "a second tensor in one of"),
+        ({"other": torch.zeros(3, 5, device="meta")}, "a second tensor on cpu"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, r"int64 labels \[3\]"),
+        ({"labels": torch.zeros(3, dtype=torch.int32)}, r"int64 labels \[3\]"),
+        ({"T": -1.0}, "a temperature > 0"),
+    ],
+)
+def test_the_library_names_what_does_not_fit_before_either_path(change, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the tests' own check
+    z, labels = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
+    x = {"z": z, "other": z, "labels": labels, "T": 1.0} | change
+    if "labels" in change:
+        calls = [lambda: library.logprob_entropy(x["z"], x["labels"], x["T"])]
+    else:
+        calls = [
+            lambda: library.variance_kl(x["z"], x["other"], x["T"]),
+            lambda: library.realised_kl(x["z"], x["other"], x["T"]),
+        ]
+    for call in calls:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_library_takes_fake_tensors_by_either_path(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        z = torch.empty(4, 9, device=device)
+        labels = torch.empty(4, dtype=torch.int64, device=device)
+        results = library.variance_kl(z, z), library.realised_kl(z, z)
+        for x in (*results, *library.logprob_entropy(z, labels)):
+            assert (tuple(x.shape), x.dtype, x.device) == ((4,), torch.float32, z.device)
+
+
+def test_the_torch_paths_compile_to_one_graph_and_keep_tangents(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    z, u, new, labels = (x.double() if x.is_floating_point() else x for x in draw(2, 30))
+
+    def all_four(z, other):
+        rows = library.variance_kl(z, other, 0.9), library.realised_kl(z, other, 0.9)
+        return torch.stack([*rows, *library.logprob_entropy(z, labels, 0.9)])
+
+    graph = torch.compile(all_four, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(graph(z, new), all_four(z, new))
+    h = 1e-6
+    want = (all_four(z + h * u, new - h * u) - all_four(z - h * u, new + h * u)) / (2 * h)
+    assert (want.abs() > 1e-3).all()
+
+    def along(*x):
+        return torch.func.jvp(all_four, x[:2], x[2:])[1]
+
+    for function in (along, torch.compile(along, fullgraph=True, backend="aot_eager")):
+        with torch.no_grad():
+            torch.testing.assert_close(function(z, new, u, -u), want, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("message", WRONG)

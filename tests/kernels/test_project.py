@@ -111,6 +111,25 @@ def test_all_24_bits_of_float32_reach_the_sum(machine):
     assert torch.equal(got.cpu(), x * unit(1, 1).float())
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3.4e38])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinite_entry_gives_infinities_in_its_row_alone_as_torch_has_it(machine, dtype, bad):
+    """inf − inf, the rest after the leading bits, would be nan; a nan must not become a number."""
+    x = torch.randn(4, 37, generator=generator())
+    x[2, 11] = bad if dtype != torch.float16 or math.isnan(bad) else math.copysign(math.inf, bad)
+    x = x.to(dtype)
+    got = machine.run(project.launch, x.to(machine.device), KEY, 35, blocks=SMALL).cpu()
+    want = x.double() @ unit(37, 35).T / math.sqrt(35)
+    here = Projection("layers.0.q_proj", 37, 35, seed=7, draw=2).project(x)
+    for P in (got, here):
+        assert torch.equal(P[2].isnan(), want[2].isnan())
+        signs = P[2].double().nan_to_num(0).sign()
+        assert torch.equal(signs, want[2].nan_to_num(0).sign())
+        assert P[2].isfinite().all() == math.isfinite(x[2, 11].item())
+    rest = [0, 1, 3]
+    close(got[rest], x[rest], 35)
+
+
 def test_bfloat16_is_rounded_once_at_the_end_on_both_paths(machine):
     """1 + 300·2⁻⁹: a sum kept in bfloat16 stays at 1, where every step is less than a tie."""
     k = 301
@@ -275,7 +294,10 @@ def test_the_choice_is_the_backends(monkeypatch):
         Projection("m", 8, 2).project(torch.ones(1, 8))
     for other in (Projection("m", 8, 2, kind="gaussian"), Projection("m", 8, 2)):
         x = torch.ones(1, 8, dtype=torch.float64 if other.kind == "sign" else torch.float32)
-        torch.testing.assert_close(other.project(x), x @ other.matrix(x.dtype).T)
+        forced = other.project(x)
+        monkeypatch.delenv("LOGRA_LAB_KERNELS")
+        torch.testing.assert_close(forced, x @ other.matrix(x.dtype).T)
+        monkeypatch.setenv("LOGRA_LAB_KERNELS", "triton")
 
 
 # --- what does not fit ---
@@ -302,6 +324,49 @@ def test_what_does_not_fit_is_named(message):
 def test_a_projection_names_shapes_that_do_not_fit(unchecked, x, tokens):
     with pytest.raises(InputError, match=r"'m'.*\[\*batch, 8\]"):
         Projection("m", 8, 2).project(torch.ones(x), tokens and torch.ones(tokens))
+
+
+@pytest.mark.parametrize(
+    ("x", "tokens", "message"),
+    [
+        (torch.int32, None, "X in one of"),
+        (torch.bool, None, "X in one of"),
+        (torch.complex64, None, "X in one of"),
+        (torch.float32, torch.bool, "token factors in one of"),
+        (torch.float32, torch.int64, "token factors in one of"),
+        (torch.bfloat16, torch.float64, "token factors in one of"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sign", "gaussian"])
+def test_a_projection_names_types_that_one_path_would_take(unchecked, kind, x, tokens, message):
+    tokens = tokens and torch.ones(2, dtype=tokens)
+    with pytest.raises(InputError, match=f"'m': expected {message}"):
+        Projection("m", 8, 2, kind=kind).project(torch.ones(2, 8, dtype=x), tokens)
+
+
+def test_a_projection_names_devices_that_differ_and_takes_factors_of_its_own_type(unchecked):
+    p = Projection("m", 8, 2)
+    with pytest.raises(InputError, match="token factors are on meta, X on cpu"):
+        p.project(torch.ones(2, 8), torch.ones(2, device="meta"))
+    x, tokens = torch.ones(2, 8).double(), torch.tensor([2.0, 3.0]).double()
+    torch.testing.assert_close(p.project(x, tokens), x @ p.matrix(x.dtype).T * tokens[:, None])
+
+
+def test_vmap_and_jacobians_by_it_are_those_of_the_product():
+    (x, _), (s, _) = inputs(torch.float64)
+    p = Projection("m", 40, 9)
+    A = p.matrix(torch.float64)
+    want = x @ A.T * s[..., None]
+    torch.testing.assert_close(torch.vmap(p.project)(x, s), want)
+    both = torch.vmap(p.project, in_dims=(1, 1))(x, s)
+    torch.testing.assert_close(both, want.transpose(0, 1))
+    one = torch.vmap(p.project, in_dims=(0, None))(x, s[0])
+    torch.testing.assert_close(one, x @ A.T * s[0][:, None])
+    one = torch.vmap(p.project, in_dims=(None, 0))(x[0], s)
+    torch.testing.assert_close(one, x[0] @ A.T * s[..., None])
+    forward = torch.func.jacfwd(p.project)(x[0, 0])
+    torch.testing.assert_close(forward, A)
+    torch.testing.assert_close(torch.func.jacrev(p.project)(x[0, 0]), A)
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,7 @@ def test_a_tangent_that_would_stay_that_of_the_old_sketch_is_refused(which):
 
 WRONG = {
     r"a sketch \[d, r\]": {"S": torch.zeros(4)},
+    "an S that is not expanded": {"S": torch.ones(1, 3).expand(4, 3)},
     "S and v in float32": {"S": torch.zeros(4, 3, dtype=torch.float64)},
     r"moments \[4\]": {"v": torch.zeros(5)},
     "4 rows": {"sizes": [1, 2]},
@@ -378,6 +379,11 @@ def test_what_does_not_fit_is_named(message):
     with pytest.raises(InputError, match=message):
         row_adam.launch(**good | WRONG[message])
     assert (good["S"] == 1).all()
+
+
+def test_an_expanded_sketch_is_refused_before_either_path_writes():
+    with pytest.raises(InputError, match="entries of S share memory"):
+        rowadam.row_adam_(torch.ones(1, 2).expand(4, 2), torch.zeros(4), {"a": 4})
 
 
 def test_layers_that_do_not_cover_the_sketch_are_named():

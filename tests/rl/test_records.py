@@ -92,6 +92,24 @@ def test_the_manifest_says_whose_kernels_compute_on_the_device_of_the_run(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("settings", "by_torch"),
+    [
+        ({}, []),
+        ({"projection": "gaussian", "wire": "float32"}, ["signs", "project", "gram", "apply"]),
+        ({"wire": "bfloat16", "trainers": 2}, ["row_adam", "apply"]),
+    ],
+)
+def test_the_manifest_catches_a_run_by_triton_of_which_torch_computes_a_part(
+    tmp_path, monkeypatch, settings, by_torch
+):
+    pytest.importorskip("triton")
+    monkeypatch.setenv(VARIABLE, "triton")
+    with begin(tmp_path / "run", device="cuda:0", config={**CONFIG, **settings}):
+        manifest = read_manifest(tmp_path / "run")
+    assert (manifest["kernels"], manifest["by_torch"]) == ("triton", by_torch)
+
+
+@pytest.mark.parametrize(
     ("error", "status", "text"),
     [
         (KeyboardInterrupt(), "interrupted", None),
