@@ -36,6 +36,8 @@ class VLLMClient:
     generates holds it too.
     """
 
+    in_process = False  # whether vLLM's only worker is in this process, and can be handed tensors
+
     def __init__(self, llm: Any, *, mode: str, targets: Sequence[str]) -> None:
         self.llm = llm
         self.lock = threading.RLock()
@@ -66,16 +68,21 @@ class VLLMClient:
         """Take all targets from a sealed base file (float32), or from tensors by layer name.
 
         Raises `ShapeMismatch`, `DigestMismatch`, `WrongRun`, `VersionGap` (the file is of another
-        run or version), `InputError` (no such file), `PrefixCacheBusy`.
+        run or version), `InputError` (no such file), `PrefixCacheBusy`. Cost of tensors: none in
+        process; else a file of their size in the folder for temporary files, written and read.
         """
+        about = {"run": run, "version": version}
+        if not isinstance(base, Mapping):
+            self._transfer({"base": str(Path(base).resolve())} | about)
+            return
+        if self.in_process:
+            self._transfer({"base": base} | about)
+            return
         with tempfile.TemporaryDirectory(prefix="logra_lab_base_") as scratch:
-            if isinstance(base, Mapping):
-                tensors = {n: w.detach().float().cpu().contiguous() for n, w in base.items()}
-                path = Path(scratch) / "base.safetensors"
-                sealed.write(path, tensors, {"run": run, "version": version})
-            else:
-                path = Path(base).resolve()
-            self._transfer({"base": str(path), "run": run, "version": version})
+            tensors = {n: w.detach().float().cpu().contiguous() for n, w in base.items()}
+            path = Path(scratch) / "base.safetensors"
+            sealed.write(path, tensors, about)
+            self._transfer({"base": str(path)} | about)
 
     def digests(self) -> list[str]:
         """SHA-256 of the served weights of each rank, in the order of `mapping.target_paths`."""

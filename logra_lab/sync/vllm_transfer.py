@@ -4,8 +4,8 @@ vLLM creates `ThinTransferEngine` in each worker and calls, on all of them,
 
     init_weight_transfer_engine → start_weight_update → update_weights → finish_weight_update
 
-Only plain values travel: the sealed bytes of a thin update, or the path of a sealed base. A rank
-validates everything in `update_weights` and writes in `finish_weight_update`, and writes only if
+Only plain values travel: the sealed bytes of a thin update, or the path of a sealed base; where
+the caller is in the worker's own process, base weights need not travel at all. A rank validates everything in `update_weights` and writes in `finish_weight_update`, and writes only if
 every rank of the tensor-parallel group has validated.
 
 Failures of an update are recorded, not raised: vLLM 0.32 stops at the first worker that raises
@@ -56,10 +56,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The bytes of a thin update, or the path of a sealed base with the run and version it is."""
+    """The bytes of a thin update, or a base with the run and version it is: the path of a sealed
+    file, or tensors by layer from a caller in this process."""
 
     update: bytes | None = None
-    base: str | None = None
+    base: str | Mapping[str, torch.Tensor] | None = None
     run: str | None = None
     version: int | None = None
 
@@ -115,7 +116,7 @@ class ThinTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         base, run, version = update_info.base, update_info.run, update_info.version
         if base is None or not run or version is None:
             raise PayloadError("expected 'update', or 'base' with its 'run' and 'version'")
-        weights = self._base(Path(base), run, version)
+        weights = base if isinstance(base, Mapping) else self._base(Path(base), run, version)
         receiver.check_load(weights)
 
         def load() -> bool:
