@@ -24,6 +24,7 @@ from logra_lab.rl.policies import load_policy
 from logra_lab.rl.publish import Publisher
 from logra_lab.sketch import TARGETS, find_targets
 from logra_lab.sync.errors import NeedsFullSync, ShapeMismatch, VersionGap, WrongRun
+from logra_lab.sync.mapping import target_paths
 from logra_lab.sync.sealed import write
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "vllm_support.py"))
@@ -427,3 +428,40 @@ def test_engines_that_cannot_stay_up_end_in_an_error_that_says_so(place, shared,
     group.close()
     with pytest.raises(ClusterError, match="closed"):
         trainer.ask(group)
+
+
+# --- vLLM ------------------------------------------------------------------------------------
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_two_vllm_engines_follow_the_trainer_and_one_that_was_killed_rejoins(ray_node):
+    """Log-probabilities against Hugging Face's of the trainer's own weights: a served weight that
+    is not the trainer's shows there, a digest that is not the engine's does not."""
+    from logra_lab.cluster.engines import EngineGroup
+
+    trainer = Followed()
+    settings = {"engine": "vllm", "serving_dtype": "bfloat16", "kv_cache_mib": 64}
+    order = target_paths(trainer.model.config.num_hidden_layers)
+    limit = 0.1  # bfloat16 has 8 bits; a step of these weights moves logprobs by more
+    with start(None, Needs(engines=2)) as places:
+        group = EngineGroup(config(**settings, transport="group"), places)
+        try:
+            group.full_sync(trainer.weights, "r", 0)
+            for _ in range(2):
+                group.sync(trainer.step(0.01))
+            assert support["gaps"](trainer, trainer.ask(group)).max() < limit
+            handle = group.start(trainer.prompts * 8, [str(i) for i in range(8 * ROWS)])
+            until(lambda: generating(group, 0))
+            os.kill(pid(group, 0), signal.SIGKILL)
+            assert len(handle.result(timeout=300).texts) == 8 * ROWS
+            group.sync(trainer.step(0.01))
+            wait_whole(group, trainer, seconds=300)
+            served = support["cast_digest"](
+                {name: trainer.weights[name] for name in order}, torch.bfloat16
+            )
+            assert group.digests() == [[served]] * 2
+            assert support["gaps"](trainer, trainer.ask(group)).max() < limit
+            assert group.stats()["restarts"] == 1
+        finally:
+            group.close()
