@@ -8,6 +8,7 @@ A local Ray listens on 127.0.0.1 only (it has no passwords), reports nothing, pr
 and leaves no process and no file behind, by `guardian`, even when this process is killed.
 """
 
+import functools
 import logging
 import os
 import signal
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,17 +221,18 @@ def _try_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[bytes
     )
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(1, cpus),
-            num_gpus=torch.cuda.device_count(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=store_bytes,
-            _temp_dir=folder,
-            _system_config={"prestart_worker_first_driver": False},  # we start actors only
-        )
+        with _fewer_servers(ray):
+            ray.init(
+                address="local",
+                num_cpus=max(1, cpus),
+                num_gpus=torch.cuda.device_count(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=store_bytes,
+                _temp_dir=folder,
+                _system_config={"prestart_worker_first_driver": False},  # we start actors only
+            )
     except BaseException:
         assert watcher.stdin is not None
         watcher.stdin.close()
@@ -236,6 +240,22 @@ def _try_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[bytes
     finally:
         signal.signal(signal.SIGTERM, on_term)  # Ray would have it exit at once, cleaning nothing
     return watcher
+
+
+@contextmanager
+def _fewer_servers(ray: Any) -> Iterator[None]:
+    """No autoscaler and no log monitor, which have nothing to do here.
+
+    Each imports for two seconds of a core, just while the servers that count have 30 s to come up.
+    `ray.init` has no argument for it; Ray 2.60 takes these where `ray start` would put them.
+    """
+    module = ray._private.parameter
+    before = module.RayParams
+    module.RayParams = functools.partial(before, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        module.RayParams = before
 
 
 def _join(ray: Any, address: str) -> None:
