@@ -72,3 +72,15 @@ def work_folder(name: str) -> Path:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     return folder
+
+
+def run_folder(name: str) -> Path:
+    """A folder for a run that outlives its notebook: opened again, the notebook finds it there.
+
+    Only under the course runner, where every execution stands for itself, it is empty.
+    """
+    if run_context() is not None:
+        return work_folder(name)
+    folder = interactive_folder() / "training" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

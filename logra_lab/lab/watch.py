@@ -6,7 +6,7 @@ that.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from logra_lab.errors import LograError
 from logra_lab.lab.launch import LOG
 from logra_lab.lab.style import PALETTE
 from logra_lab.rl import overview
@@ -116,6 +117,23 @@ def look(run_dir: str | Path, *, now: float | None = None) -> Look:
         alive = False
     resuming = owner is not None and bool(alive) and owner.began > changed
     return Look(folder, manifest, lines, alive, silent, log, resuming)
+
+
+def until(
+    run_dir: str | Path, reached: Callable[[Look], bool], limit_s: float, *, every: float = 0.2
+) -> Look:
+    """Look until `reached` says so, the run is over, or the time is; the last look.
+
+    Raises `LograError` with the end of its log for a run that ended without a step.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        seen = look(run_dir)
+        if seen.over and not seen.lines:
+            raise LograError(f"the run in {run_dir} {seen.status}; {'; '.join(seen.log)}")
+        if reached(seen) or seen.over or time.monotonic() >= end:
+            return seen
+        time.sleep(every)
 
 
 def draw(seen: Look, figure: Figure) -> Figure:

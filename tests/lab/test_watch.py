@@ -8,9 +8,10 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 
+from logra_lab.errors import LograError
 from logra_lab.lab import launch, watching
 from logra_lab.lab.launch import LOG
-from logra_lab.lab.watch import draw, look
+from logra_lab.lab.watch import draw, look, until
 from logra_lab.lab.watching import Watch
 from logra_lab.rl import overview
 from logra_lab.rl.owner import Owner, mark
@@ -201,6 +202,20 @@ def test_a_torn_last_line_is_left_out_and_damage_before_it_is_not(run):
     folder = run(line(1), torn='{"step": 2, "ac\n' + json.dumps(line(3)) + "\n")
     with pytest.raises(RecordError, match="line 2"):
         look(folder)
+
+
+def test_waiting_ends_with_what_was_waited_for_the_run_or_the_time(run, tmp_path):
+    folder = run(line(1), line(2))
+    alive(folder)
+    assert len(until(folder, lambda seen: len(seen.lines) == 2, LIMIT_S).lines) == 2
+    assert len(until(folder, lambda seen: False, 0.0).lines) == 2
+    alive(folder, yes=False)
+    assert until(folder, lambda seen: False, LIMIT_S).over
+    (folder / LOG).write_text("logra-lab: this machine has 0 GPUs\n")
+    for name in ("manifest.json", "steps.jsonl"):
+        (folder / name).unlink()
+    with pytest.raises(LograError, match=r"ended before its first record; .*has 0 GPUs"):
+        until(folder, lambda seen: False, LIMIT_S)
 
 
 def test_faults_versions_and_staleness_are_told(run):
