@@ -12,7 +12,8 @@ in Markdown as an HTML comment, in code as a comment:
 
 The right side is Python: over the parameters, `laptop` (that preset), `record` (this notebook's
 numbers), `results` (the files in data/results/), `published`, and `math`'s functions. It has to
-round to what is shown. A string is a source, named in the notebook's text.
+round to what is shown, and is more than that number. A string is a source: words of the notebook's
+text that name one.
 """
 
 import ast
@@ -119,7 +120,8 @@ def _declarations(source: str, scope: dict[str, Any], text: str) -> tuple[set[st
         declared.add(shown)
         match = _NUMBER.fullmatch(shown)
         try:
-            names = {n.id for n in ast.walk(ast.parse(expression)) if isinstance(n, ast.Name)}
+            tree = ast.parse(expression, mode="eval")
+            names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
             if "record" in names and "record" not in scope:
                 continue
             value = eval(expression, {"__builtins__": {}}, scope)
@@ -127,8 +129,10 @@ def _declarations(source: str, scope: dict[str, Any], text: str) -> tuple[set[st
             wrong.append(f"declaration `{entry.strip()}`: {type(error).__name__}: {error}")
             continue
         if isinstance(value, str):
-            if value not in _DECLARED.sub("", text):
+            if shown in value or value not in _DECLARED.sub("", text):
                 wrong.append(f"declaration `{entry.strip()}`: the text names no such source")
+        elif isinstance(tree.body, ast.Constant):
+            wrong.append(f"declaration `{entry.strip()}`: a number does not back itself")
         elif match is None or not _rounds(float(value), match):
             wrong.append(f"declaration `{entry.strip()}`: the right side is {value:.6g}")
     return declared, wrong

@@ -81,11 +81,13 @@ def test_looks_of_a_figure_back_no_number(stated):
         ("0.5 = nothing", "NameError"),
         ('17 = "nobody"', "names no such source"),
         ("0.5", "SyntaxError"),
-        ("ten = 10", "the right side is 10"),
+        ("ten = 2 * 5", "the right side is 10"),
+        ("0.77 = 0.77", "does not back itself"),
+        ('0.77 = "it is 0.77"', "names no such source"),  # words that state it are no source
     ],
 )
 def test_a_declaration_that_does_not_hold_is_named(stated, declaration, complaint):
-    (found,) = stated(f"Words.\n\n<!-- numbers: {declaration} -->")
+    found = "\n".join(stated(f"Words: it is 0.77.\n\n<!-- numbers: {declaration} -->"))
     assert complaint in found
 
 
