@@ -112,6 +112,26 @@ def _budgets(known: Numbers) -> tuple[str, str]:
     ), _ppo_scale(known)
 
 
+def _planned(model: str) -> Callable[[Numbers], tuple[str, str]]:
+    """The closed forms of 09_memory_plan beside a published average, of one model."""
+
+    def found(known: Numbers) -> tuple[str, str]:
+        numbers = known["09_memory_plan"]["numbers"]
+        plans = {row["method"]: row for row in numbers["published"] if row["model"] == model}
+        parts = [
+            f"{m} {plans[m]['standing']:.1f} standing, {plans[m]['peak']:.1f} at the peak "
+            f"({plans[m]['low']:.1f} to {plans[m]['high']:.1f})"
+            for m in ("dense Adam", "LoRA", "LoGRA")
+        ]
+        off = max(numbers["terms_off"], numbers["peak_off"])
+        return "; ".join(parts), (
+            f"GiB per GPU by logra-lab plan; its terms are within {off:.1%} of bytes counted on a "
+            "small model. Published are averages over a run, these are two moments of a step"
+        )
+
+    return found
+
+
 def _step_memory(known: Numbers) -> tuple[str, str]:
     adam, ours = (_bench(known, "step", key) for key in ("mib_adamw", "mib_logra_r64"))
     return f"{adam:,.0f} → {ours:,.0f} MiB (−{1 - ours / adam:.0%})", (
@@ -152,8 +172,29 @@ def _arrow(adam: str, logra: str, saved: str | None = None) -> str:
 
 _SOURCES = (
     _Source(
+        "1.5B, average training memory per GPU, dense Adam → LoGRA",
+        _arrow("gib_1_5b_adam", "gib_1_5b_logra", "saved_1_5b"),
+        ("09_memory_plan",),
+        _planned("Qwen2.5-1.5B"),
+        FORMULA,
+    ),
+    _Source(
         "7B, average training memory per GPU, dense Adam → LoGRA",
         _arrow("gib_7b_adam", "gib_7b_logra", "saved_7b"),
+        ("09_memory_plan",),
+        _planned("Qwen2.5-7B"),
+        FORMULA,
+    ),
+    _Source(
+        "27B, training memory per GPU",
+        f"dense Adam out of memory at its first state; LoGRA {P['gib_27b_logra']:g} GiB",
+        ("09_memory_plan",),
+        _planned("27B"),
+        FORMULA,
+    ),
+    _Source(
+        "Less memory than dense Adam, measured",
+        f"7B: −{P['saved_7b']:g} %",
         ("bench step",),
         _step_memory,
     ),

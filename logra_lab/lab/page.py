@@ -156,5 +156,6 @@ def _mebibytes(count: float) -> str:
 def _rendered(path: Path) -> Markup:
     """The glossary, its headings one level down; links to notebooks lead to their pages."""
     html = markdown2html(path.read_text(encoding="utf-8"))
+    html = re.sub(r'<a class="anchor-link".*?</a>', "", html)
     html = re.sub(r'href="(\w+)\.ipynb"', r'href="html/\1.html"', html)
     return Markup(re.sub(r"<(/?)h([1-5])", lambda m: f"<{m[1]}h{int(m[2]) + 1}", html))
