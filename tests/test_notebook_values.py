@@ -319,6 +319,7 @@ def cells_behind(path: Path, name: str) -> list[str]:
         ("00_serve_or_learn", [1, 8, 32]),
         ("01_one_matrix", [1, 4, 256]),
         ("02_accumulation", [1, 16, 128]),
+        ("03_rowadam", [4, 64]),
         ("04_kernels", [1, 16, 256]),
         ("05_sync", [1, 16, 256]),
         ("06_predicted_kl", [4, 64]),

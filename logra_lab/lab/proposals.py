@@ -94,6 +94,15 @@ def propose(
     return Proposal(sketch, U).resized(rho * weights)
 
 
+def shares_by_kind(values: Mapping[str, float]) -> dict[str, float]:
+    """Numbers by layer path, summed by the layers' last name, as shares of their sum."""
+    total, shares = sum(values.values()), dict[str, float]()
+    for path, value in values.items():
+        kind = path.rpartition(".")[2]
+        shares[kind] = shares.get(kind, 0.0) + value / total
+    return shares
+
+
 def interleaved(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each job, once a round. A slow moment of the machine falls on all jobs alike, so a
     ratio within a round says more than the seconds. Run each job once before: the first is slow."""
