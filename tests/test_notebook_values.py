@@ -17,6 +17,7 @@ import nbformat
 import pytest
 
 from logra_lab.lab import shared
+from logra_lab.lab import shared
 from logra_lab.lab.context import Context, write_context
 from logra_lab.lab.notebook import read_notebook
 from logra_lab.lab.presets import preset
@@ -133,7 +134,9 @@ def test_the_roofline_figure_is_the_result_files_and_says_that_it_is_a_cpu(
     assert (kernels["side"], kernels["gpu_numbers"]) == ("cpu", False)
     assert result["machine"]["gpus"] == []
     figures = result["figures"]
-    assert len(kernels["table"]) == 9
+    named = {name[4:-9] for name in figures if name.endswith("_roofline")}
+    assert kernels["table"].keys() == named
+    assert {"signs", "project", "accumulate", "gram", "row_adam", "apply", "kl_token"} < named
     for name, row in kernels["table"].items():
         ms, share = figures[f"cpu_{name}_ms"], figures[f"cpu_{name}_roofline"]
         assert (row["ms"], row["of roofline"]) == (ms["value"], share["value"])
@@ -244,9 +247,11 @@ def test_a_stale_prefix_is_wrong_as_predicted_until_the_reset(sync: dict[str, An
 
 def test_all_methods_start_from_the_shipped_policy(ppo: dict[str, Any]) -> None:
     shipped = json.loads((ROOT / "data" / "MANIFEST.json").read_text())["small_policy"]["measured"]
-    for seed in SMOKE.seeds:
+    baselines = read_notebook(ROOT / "notebooks" / "07_ppo.ipynb").parameters["baseline_seeds"]
+    for number, seed in enumerate(SMOKE.seeds):
+        methods = METHODS if number < baselines.default else ("LoGRA",)
         for name in ("accuracy_before", "truncated_before", "length_before"):
-            assert len({ppo[name][f"{method} {seed}"] for method in METHODS}) == 1
+            assert len({ppo[name][f"{method} {seed}"] for method in methods}) == 1
         # Three standard errors of a mean over problems: each mean has a spread below 1/2.
         slack = 3 * 0.5 / math.sqrt(SMOKE.eval_problems)
         before = ppo["accuracy_before"][f"LoGRA {seed}"]
@@ -255,7 +260,8 @@ def test_all_methods_start_from_the_shipped_policy(ppo: dict[str, Any]) -> None:
 
 def test_a_few_steps_already_help_every_method(ppo: dict[str, Any]) -> None:
     for method in METHODS:
-        runs = [f"{method} {seed}" for seed in SMOKE.seeds]
+        runs = [run for run in ppo["accuracy_after"] if run.startswith(method + " ")]
+        assert len(runs) >= 1
         gained = sum(ppo["accuracy_after"][run] - ppo["accuracy_before"][run] for run in runs)
         # A wrong sign or a dead gradient gives a mean gain at or below 0.
         assert gained > 0, method

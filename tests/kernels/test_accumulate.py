@@ -227,7 +227,7 @@ def test_the_backward_of_the_sketch_accumulates_by_the_kernel(interpreted, by_ke
     S, H, P = draw(10, 6, 3, dtype)
     out = S.clone()
     # What it reads of its context; of a class that the interpreter's process can import.
-    context = SimpleNamespace(saved_tensors=(P,), S=out)
+    context = SimpleNamespace(saved_tensors=(P,), S=out, inbox=None)
     interpreted(_Accumulate.backward, context, H)
     close(out, S, H, P)
     assert by_kernel() == 1
