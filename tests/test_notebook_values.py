@@ -17,7 +17,6 @@ import nbformat
 import pytest
 
 from logra_lab.lab import shared
-from logra_lab.lab import shared
 from logra_lab.lab.context import Context, write_context
 from logra_lab.lab.notebook import read_notebook
 from logra_lab.lab.presets import preset
