@@ -46,6 +46,10 @@ class Preset:
     n: int
     ranks: tuple[int, ...]
     draws: int
+    # The ablations: every rank with every budget, redrawn and fixed.
+    sweep_ranks: tuple[int, ...]
+    sweep_budgets: tuple[float, ...]
+    sweep_steps: int
 
 
 _LAPTOP = Preset(
@@ -76,6 +80,9 @@ _LAPTOP = Preset(
     n=512,
     ranks=(4, 16, 64, 256),
     draws=20,
+    sweep_ranks=(4, 32),
+    sweep_budgets=(5e-4, 2e-2),
+    sweep_steps=12,
 )
 
 # What both have in common. Prompts of DAPO-Math may be long: one beyond the limit is refused at the
@@ -116,6 +123,9 @@ _ONE_GPU = replace(
     placement=(*_SERVED, ("microbatch_tokens", 4096), ("kv_cache_mib", 8192)),
     n=4096,
     draws=100,
+    sweep_ranks=(4, 64, 256),
+    sweep_budgets=(2e-5, 2e-4),
+    sweep_steps=300,
 )
 
 PRESETS: dict[str, Preset] = {
@@ -134,6 +144,8 @@ PRESETS: dict[str, Preset] = {
             n=64,
             ranks=(4, 16, 64),
             draws=8,
+            sweep_ranks=(4,),
+            sweep_steps=4,
         ),
         _LAPTOP,
         replace(
