@@ -430,6 +430,24 @@ def test_engines_that_cannot_stay_up_end_in_an_error_that_says_so(place, shared,
         trainer.ask(group)
 
 
+@pytest.mark.slow
+def test_closing_does_not_wait_for_a_batch_whose_engine_hangs(place, shared):
+    from logra_lab.cluster.engines import EngineGroup
+
+    shared.close()
+    trainer, group = Followed(), EngineGroup(config(), place)
+    group.full_sync(trainer.weights, "r", 0)
+    victims = [pid(group, 0), pid(group, 1)]
+    os.kill(victims[0], signal.SIGSTOP)
+    handle = group.start(trainer.prompts, trainer.keys)
+    until(lambda: generating(group, 0))
+    start_of_end = time.monotonic()
+    group.close()
+    assert time.monotonic() - start_of_end < 60  # in order, and then by force
+    assert isinstance(handle.exception(timeout=1), ClusterError)
+    until(lambda: not any(Path(f"/proc/{victim}/exe").exists() for victim in victims))
+
+
 # --- vLLM ------------------------------------------------------------------------------------
 
 

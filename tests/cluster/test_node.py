@@ -49,6 +49,36 @@ def test_places_that_others_hold_are_not_waited_for_for_ever(ray_node, monkeypat
     start(None, Needs(engines=4)).stop()  # both have given their places back
 
 
+ATTACHED = """
+    import sys
+    from logra_lab.cluster.node import Needs, start
+
+    class Actor:
+        def answer(self):
+            return 42
+
+    if __name__ == "__main__":
+        with start(sys.argv[1], Needs(engines=2)) as cluster:
+            import ray
+            actors = [ray.remote(Actor).options(**cluster.options(i)).remote() for i in range(2)]
+            print(cluster.node_id, *ray.get([actor.answer.remote() for actor in actors]))
+"""
+
+
+@pytest.mark.slow
+def test_another_driver_joins_a_cluster_by_its_address_and_leaves_it_up(ray_node, tmp_path):
+    import ray
+
+    script = tmp_path / "attached.py"
+    script.write_text(textwrap.dedent(ATTACHED))
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(script), address]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.stdout.split() == [ray_node.node_id, "42", "42"], done.stderr
+    assert "WARNING" not in done.stderr
+    start(None, Needs(engines=4)).stop()  # it is up, and its places are free again
+
+
 DRIVER = """
     import os, signal, sys
     from logra_lab.cluster.node import Needs, start

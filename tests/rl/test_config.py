@@ -32,6 +32,12 @@ from logra_lab.rl.loop import preset_config
         ({"kl_end": 1e-4}, "kl_end needs kl_start"),
         ({"kl_start": 1e-3, "kl_method": "off"}, "kl_method must not be 'off'"),
         ({"kl_start": 1e-3, "method": "adam"}, "method 'adam' has no KL control"),
+        ({"engines": 2}, "engines on Ray have weights of their own: engine 'hf' or 'vllm'"),
+        ({"engines": 2, "engine": "hf", "engine_tensor_parallel": 2}, "needs engine 'vllm'"),
+        ({"engine": "vllm", "engine_tensor_parallel": 2}, "engines of at least 1"),
+        ({"engine": "hf", "overlap": True}, "transport and overlap need engines on Ray"),
+        ({"ray_address": "auto"}, "ray_address needs engines or trainers"),
+        ({"engine_timeout": 0}, "engine_timeout: Input should be greater than 0"),
         ({"rank": 0, "steps": 0}, "rank: .*; steps: |steps: .*; rank: "),  # all of them at once
     ],
 )
