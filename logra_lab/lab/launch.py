@@ -116,9 +116,12 @@ def workers(run_dir: str | Path, kind: str = "EngineActor") -> list[int]:
 def _start(folder: Path, command: Sequence[str]) -> Owner:
     _children[:] = [child for child in _children if child.poll() is None]
     program = command[0] if os.sep in command[0] else _found(command[0])
+    # A kernel asks its children for colours, which would be noise in a file.
+    environment = {n: v for n, v in os.environ.items() if not n.endswith(("COLOR", "COLOR_FORCE"))}
     with open(folder / LOG, "ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-c", _LISTENING, program, *command[1:]],
+            env=environment | {"NO_COLOR": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -86,7 +86,8 @@ class Look:
             of = ", ".join(f"{n} {named[n]}" for n in ("logra_lab", "torch") if named.get(n))
             rows.append(("made by", f"{of}, on {self.manifest['device']}"))
         rows += [(f"at step {n}", said) for n, said in overview.troubles(self.lines)[-3:]]
-        if not self.lines or self.over:
+        well = self.manifest is not None and self.manifest["status"] in ("finished", "interrupted")
+        if not self.lines or (self.over and not well):
             rows += [("its log", line) for line in self.log]
         return rows
 

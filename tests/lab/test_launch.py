@@ -22,7 +22,7 @@ def end(*_):
     pathlib.Path(sys.argv[1], "saved").touch()
     sys.exit(130)
 signal.signal(signal.SIGINT, end) if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else None
-print("it runs", os.getsid(0) == os.getpid(), flush=True)
+print("it runs", os.getsid(0) == os.getpid(), os.environ.get("FORCE_COLOR"), flush=True)
 pathlib.Path(sys.argv[1], "ready").touch()
 while True:
     signal.pause()
@@ -68,9 +68,10 @@ def test_a_second_start_attaches_and_a_stop_reaches_the_run_which_saves(folder):
     assert stop(folder, LIMIT_S)  # nothing to stop is no error
 
 
-def test_a_run_has_a_session_of_its_own_and_its_words_are_in_its_log(folder):
+def test_a_run_has_a_session_of_its_own_and_plain_words_in_its_log(folder, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as kernels set it
     started(folder)
-    assert (folder / LOG).read_text() == "it runs True\n"
+    assert (folder / LOG).read_text() == "it runs True None\n"
 
 
 def test_it_can_be_stopped_when_whoever_started_it_ignores_interrupts_as_kernels_do(folder):
