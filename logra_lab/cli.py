@@ -12,7 +12,7 @@ from typing import Any
 
 from logra_lab.errors import InputError, LograError
 
-BENCHES = ("step", "probe", "policy", "llm", "sync", "kernels", "one_gpu")
+BENCHES = ("step", "probe", "policy", "llm", "sync", "kernels", "cluster", "faults", "one_gpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ difference is that of sums in another order, and a mistake cannot hide in it.
 """
 
 import math
+import resource
 import shutil
 
 import pytest
@@ -275,6 +276,26 @@ def test_no_d_by_k_temporary_beyond_the_gather(hosts, tmp_path, batch):
         assert control == {"aten.clone.default"}
 
 
+def test_a_full_disk_on_one_rank_is_an_os_error_on_all_and_the_next_save_works(hosts, tmp_path):
+    """dcp's own exception is no Exception: Ray would take the ranks for dead."""
+    import ray
+
+    from logra_lab.bench.faults import starve
+
+    hosts.form(config(), SMALL_FOLDER, 2, "float32")
+    pid = hosts.all("describe")[0]["pid"]
+    starve(pid)
+    saves = [rank.save.remote(str(tmp_path / "no")) for rank in hosts.now]
+    for save in saves:
+        with pytest.raises(ray.exceptions.RayTaskError) as caught:
+            ray.get(save, timeout=60)
+        assert isinstance(caught.value.cause, OSError)
+        assert "rank 0" in str(caught.value.cause)
+    starve(pid, resource.RLIM_INFINITY)
+    hosts.all("save", str(tmp_path / "yes"))
+    assert (tmp_path / "yes" / ".metadata").is_file()
+
+
 # --- one decision --------------------------------------------------------------------------------
 
 
@@ -325,22 +346,12 @@ def same(a, b):
     return all(torch.equal(a[0][n], b[0][n]) for n in a[0]) and torch.equal(a[1], b[1])
 
 
-def spoil_sketch(rank, which):
-    """A NaN in the rows of S of one rank alone, after a backward pass that was sound."""
-    if rank.ranks.rank == which:
-        step = rank.learner.step
-
-        def spoilt(*args, **kwargs):
-            del rank.learner.__dict__["step"]
-            rank.learner.sketch.settle()
-            rank.learner.sketch.flat[-1, 0] = math.nan
-            return step(*args, **kwargs)
-
-        rank.learner.__dict__["step"] = spoilt
-
-
 @pytest.mark.parametrize("where", ["logprobs", "sketch"])
 def test_nan_on_one_rank_makes_all_skip_and_changes_nothing(hosts, odd, batch, where):
+    import ray
+
+    from logra_lab.bench.faults import spoil
+
     settings = config()
     hosts.form(settings, odd, 3)
     before = hosts.run(state)
@@ -350,7 +361,7 @@ def test_nan_on_one_rank_makes_all_skip_and_changes_nothing(hosts, odd, batch, w
         nan = torch.full_like(bad.logprobs, math.nan)
         spoilt[0] = Sample(bad.prompt, bad.response, nan, bad.finish, bad.advantage)
     else:
-        hosts.run(spoil_sketch, 1)
+        ray.get(hosts.now[1].__ray_call__.remote(spoil))
     skipped = {seen.skipped for seen in hosts.step(spoilt, settings)}
     assert len(skipped) == 1
     assert "nan" in skipped.pop()
