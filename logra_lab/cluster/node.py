@@ -202,8 +202,13 @@ def _start_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[byt
                 f"holds the trained weights twice: {error!s:.300}"
             ) from error
         except Exception as error:  # Ray raises no narrower one
-            if not left or "timed out during startup" not in str(error):
+            if "timed out during startup" not in str(error):
                 raise
+            if not left:
+                raise ClusterError(
+                    f"Ray's servers did not start within its 30 s, {_TRIES} times: is this machine "
+                    "busy, or out of memory? Try again when it has less to do"
+                ) from error
     raise AssertionError
 
 

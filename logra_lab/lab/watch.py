@@ -157,13 +157,14 @@ def draw(seen: Look, figure: Figure) -> Figure:
         below = [a + b for a, b in zip(below, heights, strict=True)]
     rest = [part["other"] for part in parts]
     time_.bar(steps, rest, bottom=below, color="#B8B8B2", label="other", width=0.8)
-    time_.set(ylabel="time of a step (s)")
+    tops = [a + b for a, b in zip(below, rest, strict=True)]
+    time_.set(ylabel="time of a step (s)", ylim=(0, 1.05 * max(tops, default=1.0) or 1.0))
     _waiting(waits, seen.lines)
-    time_.margins(y=0.35)  # room for the legend
+    time_.legend(fontsize=8, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1), columnspacing=1)
     for ax in (learns, kl, time_, waits):
         ax.set(xlabel="step (count)", xlim=(0.4, max(seen.steps, len(steps), 1) + 0.6))
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=9, ncols=3 if ax is time_ else 1)
+        if ax is not time_ and ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=9)
     figure.tight_layout()
     return figure
 
