@@ -32,6 +32,10 @@ class Row:
     status: str
 
 
+class _NotVaried(Exception):
+    """The sweep of this preset holds that setting still."""
+
+
 @dataclass(frozen=True)
 class _Source:
     claim: str
@@ -53,6 +57,9 @@ def _row(source: _Source, known: Numbers) -> Row:
         return Row(source.claim, source.published, "–", "–", status)
     try:
         here, scale = source.found(known)
+    except _NotVaried:
+        status = f"{NOT_RUN} (its preset does not vary it)"
+        return Row(source.claim, source.published, "–", "–", status)
     except (KeyError, IndexError, TypeError) as error:
         names = ", ".join(source.needs)
         here, scale = f"unreadable: {type(error).__name__} {error} in {names}", "–"
@@ -100,6 +107,28 @@ def _shorter(known: Numbers) -> tuple[str, str]:
     length = f"{before['mean_length']:.1f} → {after['mean_length']:.1f} tokens"
     cut = f"{before['truncated_share']:.1%} → {after['truncated_share']:.1%}"
     return f"{length}, truncated {cut}", _ppo_scale(known)
+
+
+def _ablated(name: str) -> Callable[[Numbers], tuple[str, str]]:
+    """One comparison of 08_ablations: pairs of cells that differ in one thing only."""
+
+    def found(known: Numbers) -> tuple[str, str]:
+        record = known["08_ablations"]
+        sizes, points = preset(record["run"]["preset"]), record["numbers"]["effects_in_points"]
+        ranks = " and ".join(str(r) for r in sizes.sweep_ranks)
+        scale = (
+            f"0.8 M-parameter policy, task {sizes.task}, ranks {ranks}, {sizes.sweep_steps} steps, "
+            f"{len(sizes.seeds)} seeds"
+        )
+        if name not in points:
+            raise _NotVaried
+        gap = points[name]
+        return (
+            f"{gap['mean']:+.1f} points of Pass@1 in the mean, {gap['lowest']:+.1f} to "
+            f"{gap['highest']:+.1f} over the pairs"
+        ), scale
+
+    return found
 
 
 def _budgets(known: Numbers) -> tuple[str, str]:
@@ -235,6 +264,24 @@ _SOURCES = (
         "stable, slightly ahead of no control; a large constant budget degraded accuracy",
         ("07_ppo",),
         _budgets,
+    ),
+    _Source(
+        f"Rank {P['rank_low']:g} → {P['rank']:g}, short runs",
+        "a few points of accuracy",
+        ("08_ablations",),
+        _ablated("rank"),
+    ),
+    _Source(
+        "Projection redrawn against fixed",
+        "no consistent difference",
+        ("08_ablations",),
+        _ablated("refresh"),
+    ),
+    _Source(
+        "KL budget, larger against smaller",
+        "a large constant budget degraded accuracy",
+        ("08_ablations",),
+        _ablated("budget"),
     ),
     _Source(
         "An independent port: GRPO, 7B, 8 × A100; a step on B300",

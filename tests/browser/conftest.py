@@ -97,6 +97,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     environment = {
         **os.environ,
         **context,
+        "OMP_NUM_THREADS": "1",  # the browser needs a core of its own, and waiting threads spin
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
