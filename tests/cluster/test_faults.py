@@ -11,6 +11,7 @@ import shutil
 import pytest
 import torch
 
+from logra_lab import cli
 from logra_lab.bench import faults
 from logra_lab.bench.faults import differences, go, settings
 from logra_lab.cluster.trainers import TrainersLost
@@ -78,6 +79,15 @@ def test_a_killed_trainer_ends_the_run_with_an_error_that_says_how_to_go_on(mend
     assert "--resume" in str(first.error)
     assert status == "failed"
     assert len(kept.splitlines()) == 3  # a lost update and two stragglers cost no step
+
+
+def test_a_lost_trainer_is_exit_status_one_and_one_line(monkeypatch, capsys, tmp_path):
+    def lost(*_, **__):
+        raise TrainersLost("trainer 1 ended: go on with --resume")
+
+    monkeypatch.setattr("logra_lab.rl.command.train", lost)
+    assert cli.main(["train", "--preset", "smoke", "--run-dir", str(tmp_path / "run")]) == 1
+    assert "go on with --resume" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_resumed_run_is_the_sound_one_bit_for_bit_and_keeps_what_was_reported(mended, sound):
