@@ -15,8 +15,8 @@ from PIL import Image
 
 _WIDGET = "application/vnd.jupyter.widget"
 _NOTE = (
-    "*A widget stands here in a running notebook (`make lab`). What it is about, this page shows in "
-    "figures and tables.*"
+    "*A widget stands here in a running notebook (`make lab`). What it is about, this page shows "
+    "in figures and tables.*"
 )
 _SAVED = re.compile(r"""\bsave\([^"']*["']([A-Za-z0-9_-]+)["']""")
 
