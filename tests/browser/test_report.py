@@ -30,10 +30,19 @@ return [...document.querySelectorAll(arguments[0])].filter(one => one.offsetPare
 });
 """
 
+# What is wider than its place, and no parent of it scrolls.
+CUT = """
+const scrolls = one => one && one !== document.body
+  && (['auto', 'scroll'].includes(getComputedStyle(one).overflowX) || scrolls(one.parentElement));
+return [...document.querySelectorAll('pre, table, img, .highlight')].filter(
+  one => one.scrollWidth > one.clientWidth || one.getBoundingClientRect().right > innerWidth
+).filter(one => !scrolls(one)).map(one => one.tagName + ' ' + one.innerText.slice(0, 60));
+"""
+
 
 @pytest.fixture(scope="module")
 def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of --course, or one of the first layer's notebook, with two more still to come."""
+    """The run of --course, or one of the first notebook with a layer in it."""
     if (given := request.config.getoption("--course")) is not None:
         return given.resolve()
     runs = tmp_path_factory.mktemp("runs")
@@ -67,6 +76,7 @@ def test_a_page_shows_its_images_and_fits_its_width(browser, run_dir, name, widt
     assert len(images) >= 3
     assert all(alt and wide > 0 for alt, wide in images), images
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(CUT) == []
     assert browser.get_log("browser") == []  # nothing was missing, nothing was refused
 
 
