@@ -121,7 +121,7 @@ def look(run_dir: str | Path, *, now: float | None = None) -> Look:
 
 
 def until(
-    run_dir: str | Path, reached: Callable[[Look], bool], limit_s: float, *, every: float = 0.2
+    run_dir: str | Path, reached: Callable[[Look], bool], limit_s: float, *, every: float = 0.5
 ) -> Look:
     """Look until `reached` says so, the run is over, or the time is; the last look.
 
