@@ -81,6 +81,8 @@ def test_effects_are_means_over_pairs_that_differ_in_one_thing(ablations: dict[s
     assert effect["mean"] == pytest.approx(mean(gaps), abs=1e-12)
     assert (effect["lowest"], effect["highest"]) == (min(gaps), max(gaps))
     assert effect["mean"] > 0  # a budget forty times as large gets a short run further
+    # What the text says of redrawing: less than the error of one Pass@1.
+    assert abs(ablations["effects_in_points"]["refresh"]["mean"]) < ablations["noise_points"]
     assert "rank" not in ablations["effects"]  # which this preset does not vary
     assert ablations["noise_points"] == pytest.approx(100 * math.sqrt(0.25 / 64))
 
