@@ -29,27 +29,32 @@ def key_of(text: str) -> tuple[int, int]:
 
 
 def philox4x32(
-    counter: Int64[Tensor, "4 *n"], key: tuple[int | Tensor, int | Tensor]
+    counter: Int64[Tensor, "4 *n"] | Sequence[Tensor | int], key: tuple[int | Tensor, int | Tensor]
 ) -> Int64[Tensor, "4 *n"]:
     """Philox4x32-10: four random 32-bit words for each 128-bit counter.
 
+    The counter's four words are a tensor, or tensors and integers that broadcast to [*n].
     Words are unsigned 32-bit values held in int64, since torch's unsigned types lack the
     arithmetic; a product's upper half survives the signed wrap-around. The key words are integers
     or tensors that broadcast against the counters. Cost: about 100 elementwise operations.
     """
-    return torch.stack(_philox(counter.unbind(0), key))
+    return torch.stack(_philox(counter, key))
 
 
-def _philox(counter: Sequence[Any], key: tuple[Any, Any]) -> list[Tensor]:
-    """The same on four counter words, tensors or integers, that broadcast against each other."""
+def _philox(counter: Any, key: tuple[Any, Any]) -> list[Tensor]:
+    """The same, word by word.
+
+    Words 1 and 3 keep what lies above their 32 bits until it is masked in another word: xor does
+    not carry, and a word is multiplied only after it was masked.
+    """
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((p0 >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = p1 & _MASK, p0 & _MASK
+        c0 = ((p1 >> 32) ^ c1 ^ k0) & _MASK
+        c2 = ((p0 >> 32) ^ c3 ^ k1) & _MASK
+        c1, c3 = p1, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return [c0, c1, c2, c3]
+    return [c0, c1 & _MASK, c2, c3 & _MASK]
 
 
 def rounding_words(

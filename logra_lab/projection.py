@@ -24,7 +24,14 @@ from torch import Tensor
 
 from logra_lab import kernels, operators
 from logra_lab.errors import InputError
-from logra_lab.philox import DOMAIN_GAUSSIAN, DOMAIN_SIGNS, key_of, philox4x32, stream
+from logra_lab.philox import (
+    DOMAIN_GAUSSIAN,
+    DOMAIN_SIGNS,
+    SCHEME_VERSION,
+    key_of,
+    philox4x32,
+    stream,
+)
 
 KINDS = ("sign", "gaussian")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,11 +100,10 @@ class Projection:
 
     def words_of(self, start: int, stop: int) -> Int32[Tensor, "words columns"]:
         """Packed sign bits of columns start to stop (any below 2³²), without drawing the rest."""
-        blocks = -(-self.rank // _BLOCK)
-        column = torch.arange(start, stop).expand(blocks, -1)
-        block = torch.arange(blocks)[:, None].expand_as(column)
-        out = philox4x32(torch.stack([column, block, *stream(DOMAIN_SIGNS, column)]), self.key)
-        words = out.transpose(0, 1).reshape(4 * blocks, stop - start)[: -(-self.rank // 32)]
+        column = torch.arange(start, stop)
+        block = torch.arange(-(-self.rank // _BLOCK))[:, None]
+        four = philox4x32((column, block, DOMAIN_SIGNS, SCHEME_VERSION), self.key)
+        words = four.transpose(0, 1).flatten(0, 1)[: -(-self.rank // 32)]
         return ((words ^ 0x80000000) - 0x80000000).to(torch.int32)  # same bits, signed
 
     def unit(
