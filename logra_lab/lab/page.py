@@ -101,7 +101,9 @@ def _chapter(run_dir: Path, entry: dict[str, Any], record: dict[str, Any]) -> di
         (f"notebooks/{name}.ipynb", "executed notebook"),
         (f"records/{name}.json", "numbers"),
     ]
-    figures = [run_dir / "records" / path for path in record.get("figures", [])]
+    # What a failed notebook declared may be missing, old, or no image at all.
+    declared = record.get("figures", []) if entry["status"] == "passed" else []
+    figures = [run_dir / "records" / path for path in declared]
     return {
         **_head(name, node),
         "status": entry["status"],
