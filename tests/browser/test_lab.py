@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Seconds for all cells at the smoke preset, and for one move of a slider: ten times what they take
 # on two idle cores, since a machine may be busy; only a notebook that hangs waits for them.
-LIMIT_S, MOVE_S = 600, 120
+LIMIT_S, MOVE_S = 600, 300
 # Notebooks whose every move trains a policy: they are run, one slider is moved, once.
 HEAVY = ("07", "08", "10")
 
