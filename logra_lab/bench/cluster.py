@@ -140,5 +140,7 @@ def _apart(hosts: Hosts, rows: int, dtype: str, wire: str) -> dict[str, float]:
 
 
 def _step_config(wire: str, rows: int) -> TrainConfig:
+    """Of a proposal that its budget cuts, so that α is neither 1 nor its cap."""
     group = {"trainers": 3, "engines": 1, "engine": "hf"}
-    return preset_config(preset("laptop"), prompts_per_step=rows, wire=wire, **group)
+    size = {"prompts_per_step": rows, "update_ratio": 1e-2, "kl_start": 1e-3, "kl_end": None}
+    return preset_config(preset("laptop"), wire=wire, **size, **group)

@@ -26,6 +26,7 @@ import psutil
 import torch
 
 from logra_lab.bench import Figure, figure, say
+from logra_lab.cluster.node import Needs, start
 from logra_lab.cluster.trainer_rank import TrainerRank
 from logra_lab.errors import LograError
 from logra_lab.lab import launch
@@ -63,8 +64,9 @@ Strike = Callable[[Run], None]
 
 def run(quick: bool) -> dict[str, Figure]:
     """Each fault: 1 if it was survived, and seconds. Quick leaves out the driver and the kernel."""
-    with tempfile.TemporaryDirectory(prefix="logra_faults_") as text:
-        folder = Path(text)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="logra_faults_")))
+        stack.enter_context(start(None, Needs(), cpus=4))  # one Ray for the runs of this process
         say("a run that nothing befalls")
         sound = go(settings(), folder / "sound")
         if sound.error is not None:

@@ -13,7 +13,7 @@ from logra_lab.rl.interrupt import StopRequest
 from logra_lab.rl.outcomes import Verifier
 from logra_lab.rl.policies import Policy, load_policy, on_gpu
 from logra_lab.rl.records import RunRecord
-from logra_lab.rl.run import Run
+from logra_lab.rl.run import Run, check_settings
 from logra_lab.rl.scoring import ScoringPool
 from logra_lab.rl.tasks import Task, load_task
 
@@ -72,6 +72,8 @@ def train(
     """
     run_dir = Path(run_dir)
     saved = checkpoint.load(run_dir / CHECKPOINT) if resume else None
+    if saved is not None:
+        check_settings(config, saved)  # before anything is loaded or started
     train_task, held_out = load_tasks(config, verifier)
     with ExitStack() as stack:
         scorer = stack.enter_context(
@@ -87,10 +89,6 @@ def train(
         stack.callback(run.publisher.close)
         if saved is not None:
             run.load_state_dict(saved)
-            if run.step > config.steps:
-                raise InputError(
-                    f"the checkpoint is at step {run.step}, beyond steps = {config.steps}"
-                )
         saved = None  # a second copy of the weights
         record = stack.enter_context(
             RunRecord.open(

@@ -269,21 +269,7 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; `InputError` says what does not fit, before anything is changed."""
-        # What may change on resume: when to stop and save, and who computes.
-        free = {"steps", "checkpoint_every", "eval_every", "ray_address", "transport"}
-        free |= {"engines", "engine_tensor_parallel", "engine_timeout", "trainer_timeout"}
-        theirs = state.get("config", {})
-        if self.config.trainers and theirs.get("trainers"):
-            free |= {"trainers", "cpu_offload"}
-        mine = self.config.model_dump(mode="json")
-        if mine["kl_end"] is not None and mine["kl_horizon"] is None:
-            free.remove("steps")  # the budget anneals over them
-        changed = [k for k in mine if k not in free and theirs.get(k) != mine[k]]
-        if theirs and changed:
-            raise InputError(
-                f"the checkpoint was made with other settings: {', '.join(changed)} differ; "
-                "resume with its own, or start a new run"
-            )
+        check_settings(self.config, state)
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise InputError(f"this is no checkpoint of a run: it lacks {sorted(missing)}")
@@ -293,6 +279,30 @@ class Run:
         self.equal_rewards, self.equal_value = state["equal_rewards"], state["equal_value"]
         self.baseline.ema = state["baseline"]["ema"]
         self.baseline.count = state["baseline"]["count"]
+
+
+def check_settings(config: TrainConfig, state: dict[str, Any]) -> None:
+    """Raise `InputError` unless a run of `config` may go on from the checkpoint `state`.
+
+    What may change: when to stop and save, and who computes (a group's number of ranks too).
+    """
+    free = {"steps", "checkpoint_every", "eval_every", "ray_address", "transport"}
+    free |= {"engines", "engine_tensor_parallel", "engine_timeout", "trainer_timeout"}
+    mine, theirs = config.model_dump(mode="json"), state.get("config", {})
+    if mine["trainers"] and theirs.get("trainers"):
+        free |= {"trainers", "cpu_offload"}
+    if mine["kl_end"] is not None and mine["kl_horizon"] is None:
+        free.remove("steps")  # the budget anneals over them
+    changed = [k for k in mine if k not in free and theirs.get(k) != mine[k]]
+    if theirs and changed:
+        raise InputError(
+            f"the checkpoint was made with other settings: {', '.join(changed)} differ; "
+            "resume with its own, or start a new run"
+        )
+    if state.get("step", 0) > config.steps:
+        raise InputError(
+            f"the checkpoint is at step {state['step']}, beyond steps = {config.steps}"
+        )
 
 
 class Ahead(NamedTuple):

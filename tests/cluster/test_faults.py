@@ -59,7 +59,9 @@ def test_a_run_of_two_trainers_and_an_engine_tells_of_every_part(sound):
         assert line["engine_version"] == line["version"] - 1  # strictly on-policy
         assert line["ratio_max"] == pytest.approx(1, abs=1e-3)
         assert line["kl_predicted"] <= line["kl_budget"] * (1 + 1e-9)
-        assert [e["rows"] for e in line["engines"]["engines"]] == [settings().prompts_per_step]
+        evaluated = settings().eval_problems if line["step"] == 1 else 0  # before the first step
+        rows = settings().prompts_per_step + evaluated
+        assert [e["rows"] for e in line["engines"]["engines"]] == [rows]
         assert [rank["host_mib"] > 100 for rank in line["trainers"]] == [True, True]
         assert len({rank["pid"] for rank in line["trainers"]}) == 2
 
@@ -123,10 +125,11 @@ def test_one_rank_goes_on_where_two_have_stopped(mended, sound):
         assert torch.equal(exported.get_submodule(name).weight, weight), name
 
 
-def test_other_settings_than_who_computes_are_refused_on_resume(mended, sound):
-    folder = shutil.copytree(mended[0], sound.parent / "other")
-    with pytest.raises(InputError, match="update_ratio differ"):
-        raise go(settings(update_ratio=1e-3), folder, resume=True).error
+def test_other_settings_than_who_computes_are_refused_before_anything_starts(sound, monkeypatch):
+    monkeypatch.setattr("logra_lab.cluster.groups.make", None)
+    for change, named in (({"update_ratio": 1e-3}, "update_ratio"), ({"trainers": 0}, "trainers")):
+        with pytest.raises(InputError, match=f"other settings: {named} differ"):
+            raise go(settings(**change), sound, resume=True).error
 
 
 def test_every_fault_of_the_issue_has_its_key():
