@@ -646,7 +646,7 @@ def test_shapes_catch_rows_that_torch_would_broadcast_or_leave_out(monkeypatch):
     ]
     wrong += [(kl.logprob_entropy, torch.zeros(n, dtype=torch.int64)) for n in (2, 4)]
     for function, other in wrong:
-        with pytest.raises(InputError, match=r"for logits \[3, 5\]"):
+        with pytest.raises(InputError, match=r"expected .* \[3"):
             function(z, other)
 
 
