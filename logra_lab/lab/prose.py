@@ -240,7 +240,7 @@ def _unrecorded(
             if value in inputs or shown in declared or _small(value, shown, unit):
                 continue
             scales = _SCALES.get(unit, (1.0,))
-            if not any(_rounds(one * scale, match) for one in known for scale in scales):
+            if not any(_rounds(abs(one) * scale, match) for one in known for scale in scales):
                 yield where
 
 
