@@ -31,11 +31,14 @@ def make(
     if not config.trainers:
         policy = on_gpu(load_policy(config.policy))
         trainer = Trainer(policy, config)
-        return policy, trainer, EngineGroup(config, cluster, trainer.targets)
+        engines = EngineGroup(config, cluster, trainer.targets)
+        stack.callback(engines.close)
+        return policy, trainer, engines
     with ThreadPoolExecutor(1) as pool:  # both take their time to start
         starting = pool.submit(TrainerGroup, config, cluster, folder, run_dir)
         try:
             engines = EngineGroup(config, cluster)
+            stack.callback(engines.close)  # also if the trainers do not start
         finally:
             group = starting.result()
             stack.callback(group.close)

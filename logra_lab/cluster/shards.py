@@ -17,6 +17,7 @@ from safetensors import safe_open
 from logra_lab.rl.checkpoint import CheckpointError
 from logra_lab.rl.learners import LoGRALearner
 from logra_lab.rl.publish import JOURNAL
+from logra_lab.sync.journal_files import verify
 from logra_lab.sync.journal_replay import Replay
 from logra_lab.sync.update import apply
 
@@ -54,7 +55,9 @@ def find_source(run_dir: Path, state: dict[str, Any]) -> Source:
         )
     base, updates = journal.route(None, target)
     assert base is not None
-    return Source(None, str(journal.contents.bases[base].path), updates)
+    path = journal.contents.bases[base].path
+    verify(path)  # ranks read their rows of it, unchecked
+    return Source(None, str(path), updates)
 
 
 @torch.no_grad()
@@ -70,8 +73,10 @@ def read(
         with safe_open(source.base, framework="pt") as base:
             for slot in learner.slots():
                 slot.weight.copy_(base.get_slice(slot.layer)[slot.rows])
-    for version in source.updates:
-        apply(Replay.open(run_dir / JOURNAL).update(version), learner.slots())
+    if source.updates:
+        journal = Replay.open(run_dir / JOURNAL)
+        for version in source.updates:
+            apply(journal.update(version), learner.slots())
 
 
 def weights(learner: LoGRALearner) -> dict[str, Any]:

@@ -50,15 +50,16 @@ class TrainerRank:
         """Meet the other ranks at `address`, and read this one's rows of the policy in `folder`."""
         config = make_config(**settings)
         cuda = torch.cuda.is_available()
+        limit = timedelta(seconds=config.trainer_timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             init_method=f"tcp://{address}",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=config.trainer_timeout),
+            timeout=limit,
         )
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.ranks = GroupRanks(dist.new_group(), device)
+        self.ranks = GroupRanks(dist.new_group(timeout=limit), device)
         policy = sharded_policy(
             Path(folder),
             self.ranks,

@@ -57,7 +57,8 @@ class TrainerGroup:
     ) -> None:
         import ray
 
-        self.size, self.run_dir, self.limit = config.trainers, run_dir, config.trainer_timeout
+        self.size, self.limit = config.trainers, config.trainer_timeout
+        self.run_dir = run_dir.absolute()  # on a cluster at hand the ranks start in other folders
         self.run = uuid.uuid4().hex[:12]
         self.t = 0
         self.memory: list[dict[str, Any]] = []

@@ -139,6 +139,7 @@ def _steps(
         line = run.one_step()
         run.keep(run_dir)
         record.log(**line)
+        run.publisher.shorten(run.version)
         if on_step is not None:
             on_step(line)
         save = config.checkpoint_every and run.step % config.checkpoint_every == 0

@@ -71,8 +71,6 @@ class Publisher:
         """Write and send an update; warnings, if the engine needs a full sync after it."""
         if self.journal is not None:
             self.journal.append(update)
-            if update.version % self.every == 0:
-                self.journal.rebase(update.version, self.weights())
         if self.own is None:
             return []
         try:
@@ -81,6 +79,17 @@ class Publisher:
             self.own.forget(str(error))
             return [f"the engine did not take update {update.version} ({error}): full sync next"]
         return []
+
+    def shorten(self, version: int) -> None:
+        """A new base of the journal, if one is due; `version` is that of the trainer's weights.
+
+        Only when a checkpoint of `version` is on disk: a group's has no weights of its own, and
+        those of any earlier version are gone with the old base.
+        """
+        if self.journal is None:
+            return
+        if version // self.every > max(self.journal.contents.bases) // self.every:
+            self.journal.rebase(version, self.weights())
 
     def forget(self, why: str) -> None:
         """The trainer's weights have changed by other means: full sync next."""

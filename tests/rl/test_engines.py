@@ -8,14 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from logra_lab.cluster.shards import find_source
 from logra_lab.errors import InputError
 from logra_lab.rl.engines import CopyEngine
 from logra_lab.rl.loop import train
 from logra_lab.rl.policies import load_policy
 from logra_lab.rl.publish import Publisher
 from logra_lab.rl.records import read_manifest, read_steps
+from logra_lab.rl.run import Run
 from logra_lab.sketch import TARGETS, find_targets
-from logra_lab.sync.errors import NeedsFullSync, ShapeMismatch, VersionGap, WrongRun
+from logra_lab.sync.errors import NeedsFullSync, ShapeMismatch, SyncError, VersionGap, WrongRun
 from logra_lab.sync.journal import Journal
 from logra_lab.sync.sealed import write
 
@@ -309,3 +311,35 @@ def test_the_journal_of_another_run_in_the_folder_is_refused_and_left_whole(tmp_
         train(config, tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "journal").iterdir()} == before
     assert len(before) == 3
+
+
+def test_a_base_comes_after_the_checkpoint_or_a_group_could_go_on_from_nowhere(
+    tmp_path, monkeypatch
+):
+    """A group's checkpoint has no weights: with step 2's base on disk, step 1's would be gone."""
+    config = tiny_config(steps=3, journal_every=2)
+    kept = Run.keep
+
+    def killed(self, run_dir):
+        if self.step == 2:
+            raise RuntimeError("killed between publishing and keeping")
+        kept(self, run_dir)
+
+    monkeypatch.setattr(Run, "keep", killed)
+    with pytest.raises(RuntimeError, match="between"):
+        train(config, tmp_path)
+    assert Journal.open(tmp_path / "journal").versions() == [0, 1, 2]
+    state = {"learner": {"t": 1}, "shards": []}
+    assert find_source(tmp_path, state).updates == range(1, 2)
+
+
+def test_a_damaged_base_of_the_journal_is_found_before_a_group_goes_on_from_it(tmp_path):
+    journal = Journal.create(tmp_path / "journal", "r", 3, {"a": torch.ones(2, 2)})
+    state = {"learner": {"t": 3}, "shards": []}
+    path = journal.contents.bases[3].path
+    assert find_source(tmp_path, state) == (None, str(path), range(4, 4))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SyncError, match="base-00000003"):
+        find_source(tmp_path, state)
