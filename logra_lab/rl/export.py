@@ -53,7 +53,8 @@ def export_policy(run_dir: str | Path, policy: "Policy", out_dir: str | Path) ->
 def trained_policy(run_dir: str | Path) -> "Policy":
     """The policy of a run's last checkpoint, whole and in this process; LoRA keeps its adapters.
 
-    Raises `CheckpointError` and `RecordError` for files that lack or are damaged.
+    Raises `CheckpointError` and `RecordError` for files that lack or are damaged, and as
+    `check_saved`.
     """
     from logra_lab.rl.policies import load_policy
     from logra_lab.rl.trainer import Trainer
@@ -63,6 +64,7 @@ def trained_policy(run_dir: str | Path) -> "Policy":
     alone |= {"overlap": False, "engine_tensor_parallel": 1, "transport": "auto"}
     config = make_config(**read_manifest(run_dir)["config"] | alone)
     state = checkpoint.load(run_dir / checkpoint.NAME)
+    check_saved(run_dir, state["step"])
     trainer = Trainer(load_policy(config.policy), config)
     if "weights" in state:
         trainer.load_state_dict(state)
@@ -99,6 +101,21 @@ def check_evaluated(run_dir: Path) -> None:
         f"export: the record of {run_dir} {problem}; evaluate the policy as it is now on held-out "
         "problems, add the result to the record (RunRecord.add_evaluation), then export"
     )
+
+
+def check_saved(run_dir: Path, step: int) -> None:
+    """Raise `ExportRefused` if an update lies between the last evaluation and the checkpoint of
+    `step`: the run was killed between the two, and its record is not about these weights."""
+    evaluated = [entry["step"] for entry in read_manifest(run_dir)["evaluations"]]
+    if not evaluated:
+        return  # `check_evaluated` says so
+    low, high = sorted((step, max(evaluated)))
+    skipped = {line["step"] for line in raw_steps(run_dir) if line.get("skipped") is not None}
+    if not skipped.issuperset(range(low + 1, high + 1)):
+        raise ExportRefused(
+            f"export: the checkpoint of {run_dir} is of step {step}, its last evaluation of step "
+            f"{max(evaluated)}: resume the run to its end, then export"
+        )
 
 
 def _publish(temporary: Path, out_dir: Path) -> None:

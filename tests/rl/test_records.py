@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from enum import StrEnum
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import logra_lab.rl.records as records
 from logra_lab.errors import InputError
 from logra_lab.kernels import VARIABLE
 from logra_lab.rl import environment
+from logra_lab.rl.export import check_saved
 from logra_lab.rl.records import (
     METRICS,
     ExportRefused,
@@ -475,3 +477,14 @@ def test_an_export_does_not_write_into_a_folder_with_files(tmp_path, policy, eva
 
 def test_the_public_names_are_in_one_place():
     assert all(hasattr(records, name) for name in records.__all__)
+
+
+@pytest.mark.parametrize(("step", "refused"), [(2, True), (3, False), (4, False), (5, True)])
+def test_an_evaluation_does_not_speak_for_a_checkpoint_with_other_weights(tmp_path, step, refused):
+    """Evaluated after step 3; step 4 was skipped; step 5 is on disk, but was not logged any more."""
+    (tmp_path / "manifest.json").write_text(json.dumps({"evaluations": [{"step": 3}]}))
+    reasons = {1: None, 2: None, 3: None, 4: "the loss is nan"}
+    lines = [json.dumps({"step": n, "skipped": reason}) + "\n" for n, reason in reasons.items()]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    with pytest.raises(ExportRefused, match=f"is of step {step}") if refused else nullcontext():
+        check_saved(tmp_path, step)
