@@ -481,7 +481,7 @@ def test_the_public_names_are_in_one_place():
 
 @pytest.mark.parametrize(("step", "refused"), [(2, True), (3, False), (4, False), (5, True)])
 def test_an_evaluation_does_not_speak_for_a_checkpoint_with_other_weights(tmp_path, step, refused):
-    """Evaluated after step 3; step 4 was skipped; step 5 is on disk, but was not logged any more."""
+    """Evaluated after step 3; step 4 was skipped; step 5 is on disk, but was not logged."""
     (tmp_path / "manifest.json").write_text(json.dumps({"evaluations": [{"step": 3}]}))
     reasons = {1: None, 2: None, 3: None, 4: "the loss is nan"}
     lines = [json.dumps({"step": n, "skipped": reason}) + "\n" for n, reason in reasons.items()]
