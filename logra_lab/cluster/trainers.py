@@ -65,8 +65,13 @@ class TrainerGroup:
         self.saved: list[dict[str, Any]] = []  # folders of shards, the last two
         self.node_id = cluster.node_id
         self.places: list[dict[str, Any]] = []  # process and node of each rank
+        # One thread for the one processor that a rank asks for: results then do not depend on what
+        # the environment of a driver says.
+        one = {"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
         make: Any = ray.remote(TrainerRank)  # one call at a time, and never restarted
-        self.ranks = [make.options(**cluster.options(i)).remote() for i in range(self.size)]
+        self.ranks = [
+            make.options(**cluster.options(i), runtime_env=one).remote() for i in range(self.size)
+        ]
         try:
             self.places = self._get([a.__ray_call__.remote(_place) for a in self.ranks], "start")
             address = self._get([self.ranks[0].reserve.remote(self.places[0]["host"])], "start")[0]
