@@ -80,7 +80,10 @@ def _ppo_scale(known: Numbers) -> str:
     run = known["07_ppo"]["run"]
     sizes, steps = preset(run["preset"]), known["07_ppo"]["numbers"]["steps"]
     policy = "0.8 M-parameter policy" if sizes.policy == "small" else sizes.policy
-    return f"{policy}, task {sizes.task}, {steps} steps, {len(sizes.seeds)} seeds, r = {sizes.rank}"
+    ends = known["07_ppo"]["numbers"]["accuracy_after"]  # by method and seed
+    seeds = {m: sum(key.startswith(m) for key in ends) for m in ("LoGRA", "Adam", "LoRA")}
+    counts = ", ".join(f"{m} {n}" for m, n in seeds.items())
+    return f"{policy}, task {sizes.task}, {steps} steps, r = {sizes.rank}; seeds: {counts}"
 
 
 def _accuracy(known: Numbers) -> tuple[str, str]:
@@ -279,7 +282,8 @@ _SOURCES = (
     ),
     _Source(
         "KL budget, larger against smaller",
-        "a large constant budget degraded accuracy",
+        "a large constant budget degraded accuracy (runs as short as these cannot show that, only "
+        "how fast a policy learns)",
         ("08_ablations",),
         _ablated("budget"),
     ),

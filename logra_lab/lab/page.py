@@ -18,7 +18,7 @@ from PIL import Image
 
 from logra_lab.lab import compared
 from logra_lab.lab.published import SOURCE
-from logra_lab.lab.render import description
+from logra_lab.lab.render import description, to_pages
 from logra_lab.lab.report import BANNER_TAG, spell
 
 
@@ -141,7 +141,7 @@ def _head(name: str, node: nbformat.NotebookNode) -> dict[str, str]:
 
 
 def _inline(text: str) -> str:
-    return re.sub(r"^<p>|</p>$", "", markdown2html(text).strip())
+    return to_pages(re.sub(r"^<p>|</p>$", "", markdown2html(text).strip()), "html/", "")
 
 
 def _picture(run_dir: Path, path: Path) -> Picture:
@@ -159,5 +159,5 @@ def _rendered(path: Path) -> Markup:
     """The glossary, its headings one level down; links to notebooks lead to their pages."""
     html = markdown2html(path.read_text(encoding="utf-8"))
     html = re.sub(r'<a class="anchor-link".*?</a>', "", html)
-    html = re.sub(r'href="(\w+)\.ipynb"', r'href="html/\1.html"', html)
+    html = to_pages(html, "html/", "")
     return Markup(re.sub(r"<(/?)h([1-5])", lambda m: f"<{m[1]}h{int(m[2]) + 1}", html))

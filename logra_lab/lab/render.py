@@ -39,12 +39,20 @@ def write_html(executed: Path, target: Path) -> str | None:
             "logra_lab_dark": next(s for s in sheets if s.is_file()).read_text(encoding="utf-8"),
             "logra_lab_index": "../index.html" if index.is_file() else "",
         }
-        body, _ = exporter.from_notebook_node(node, resources)
+        body = to_pages(exporter.from_notebook_node(node, resources)[0])
     except Exception as error:  # noqa: BLE001  the template engine raises whatever it likes
         return f"HTML export failed with {type(error).__name__}: {error}"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(body, encoding="utf-8")
     return None
+
+
+def to_pages(html: str, folder: str = "", index: str = "../index.html") -> str:
+    """Links between notebooks lead to their pages in `folder`, and the glossary's to `index`; those
+    to job notebooks, of which a run has no page, become words."""
+    html = re.sub(r'<a href="jobs/[^"]*"[^>]*>(.*?)</a>', r"\1", html)
+    html = re.sub(r'href="(\d\d_\w+)\.ipynb', rf'href="{folder}\1.html', html)
+    return re.sub(r'href="GLOSSARY\.md(#[^"]*)?"', f'href="{index}#glossary"', html)
 
 
 def _without_widgets(node: nbformat.NotebookNode) -> None:

@@ -12,6 +12,7 @@ import pytest
 from logra_lab.lab import compared
 from logra_lab.lab.page import write_index
 from logra_lab.lab.published import PUBLISHED
+from logra_lab.lab.render import to_pages
 
 FIGURE = (
     "import matplotlib.pyplot as plt\nfrom logra_lab.lab.style import save\n"
@@ -225,3 +226,17 @@ def test_the_pages_of_a_real_run_are_valid_and_fetch_nothing(smoke_course):
         page = parsed(path)
         assert outside(path.read_text(encoding="utf-8"), page) == [], path.name
         assert all(image["alt"] for image in page.all("img")), path.name
+
+
+def test_links_between_notebooks_lead_to_pages_that_a_run_has():
+    html = (
+        '<a href="07_ppo.ipynb">x</a> <a href="GLOSSARY.md#rank">g</a> '
+        '<a href="jobs/ablation.ipynb">job</a> <a href="https://arxiv.org/abs/1">a</a>'
+    )
+    assert to_pages(html) == (
+        '<a href="07_ppo.html">x</a> <a href="../index.html#glossary">g</a> '
+        'job <a href="https://arxiv.org/abs/1">a</a>'
+    )
+    assert to_pages(html, "html/", "").startswith(
+        '<a href="html/07_ppo.html">x</a> <a href="#glossary">'
+    )
