@@ -25,8 +25,13 @@ def make(
         raise InputError("trainers and engines on Ray load the policy by its name: set policy")
     folder = policy_folder(config.policy)
     outline = folder_policy(folder)
-    # The engines' base, and the trainers' weights on their way to become the next one.
-    store = STORE_BYTES + 2 * 4 * outline.model.num_parameters()
+    if config.trainers and not config.journal_every:
+        raise InputError(
+            "trainers on Ray keep a journal, so that a run that loses one goes on from its last "
+            "step: set journal_every to 1 or more (50, say)"
+        )
+    # The engines' base, the trainers' weights on their way, and the base that becomes of them.
+    store = STORE_BYTES + 3 * 4 * outline.model.num_parameters()
     cluster = stack.enter_context(start(config.ray_address, Needs.of(config), store_bytes=store))
     if not config.trainers:
         policy = on_gpu(load_policy(config.policy))

@@ -74,7 +74,8 @@ class TrainConfig(BaseModel):
     transport: Literal["auto", "object_store", "group"] = "auto"  # of updates to the engines
     # Seconds for a piece of a batch, or an update, before an engine is taken for dead.
     engine_timeout: float = Field(600.0, gt=0)
-    overlap: bool = False  # generate the next batch while this one is trained on
+    # Generate the next batch while this one is trained on; a stale batch tells no mismatch.
+    overlap: bool = False
     ray_address: str | None = None  # "auto" or host:port of a cluster; None: a local Ray
 
     # How it is computed.

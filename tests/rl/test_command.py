@@ -99,3 +99,10 @@ def test_a_lost_trainer_is_one_line_with_status_1_that_names_resume(tmp_path, mo
 )
 def test_the_first_line_says_what_is_waited_for(setting, words):
     assert command._beginning(make_config(**setting)).startswith(words)
+
+
+def test_trainers_without_a_journal_are_refused_before_anything_starts(tmp_path, capsys):
+    groups = [x for x in GROUPS if not x.startswith("journal_every")]
+    assert train(tmp_path / "run", *groups) == 2
+    assert "set journal_every" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "manifest.json").exists()
