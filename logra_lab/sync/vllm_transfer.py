@@ -5,8 +5,9 @@ vLLM creates `ThinTransferEngine` in each worker and calls, on all of them,
     init_weight_transfer_engine → start_weight_update → update_weights → finish_weight_update
 
 Only plain values travel: the sealed bytes of a thin update, or the path of a sealed base; where
-the caller is in the worker's own process, base weights need not travel at all. A rank validates everything in `update_weights` and writes in `finish_weight_update`, and writes only if
-every rank of the tensor-parallel group has validated.
+the caller is in the worker's own process, base weights need not travel at all. A rank validates
+everything in `update_weights` and writes in `finish_weight_update`, and writes only if every rank
+of the tensor-parallel group has validated.
 
 Failures of an update are recorded, not raised: vLLM 0.32 stops at the first worker that raises
 and leaves the answers of the others in their queues, so that the next call reads an old answer.
