@@ -6,40 +6,39 @@ bit. `survived` is 1 if a run came to that, with no process left behind; seconds
 to the first step recorded after it, a start of new processes included.
 """
 
-import json
 import math
-import os
-import resource
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from logra_lab.bench import Figure, figure, say
+from logra_lab.bench.detached import LIMIT, await_end, await_step, command, detached, kill_driver
+from logra_lab.bench.mischief import (
+    fill_disk,
+    kill_engine,
+    kill_trainer,
+    lose_update,
+    spoil_sketch,
+    stop_engine,
+    stop_trainer,
+)
 from logra_lab.cluster.node import Needs, start
-from logra_lab.cluster.trainer_rank import TrainerRank
 from logra_lab.errors import LograError
-from logra_lab.lab import launch
 from logra_lab.rl.config import TrainConfig, make_config
 from logra_lab.rl.loop import train
-from logra_lab.rl.owner import owner_of
 from logra_lab.rl.publish import JOURNAL
 from logra_lab.rl.records import read_steps
 from logra_lab.rl.run import Run
 from logra_lab.sync.journal_replay import Replay
 
-STOPPED = 3.0  # seconds of a straggler
-LIMIT = 300.0  # seconds for a run of this size to come to its next step; beyond it, it hangs
 _CLOCKS = ("seconds_", "peak_", "engines", "trainers", "warnings")
 _SETTINGS: dict[str, Any] = {
     "steps": 6,
@@ -161,98 +160,6 @@ def differences(run_dir: Path, sound: Path, steps: int | None = None) -> list[st
     return found
 
 
-# --- what befalls a run --------------------------------------------------------------------------
-
-
-def kill_engine(run: Run) -> None:
-    """SIGKILL while it generates: stopped first, so that it is in the middle of its piece."""
-    pid, seat = _engine(run), run.engine.seats.all[0]
-    os.kill(pid, signal.SIGSTOP)
-
-    def kill() -> None:
-        while seat.task is None or seat.task.kind != "generate":
-            time.sleep(0.01)
-        os.kill(pid, signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-
-
-def lose_update(run: Run) -> None:
-    """The next update is sent to nobody, and nobody notices."""
-    transport = run.engine.transport
-
-    def nothing(*_: Any) -> dict[Any, Any]:
-        del transport.send
-        return {}
-
-    transport.send = nothing
-
-
-def stop_engine(run: Run) -> None:
-    _stop(_engine(run))
-
-
-def stop_trainer(run: Run) -> None:
-    _stop(run.trainer.places[-1]["pid"])
-
-
-def kill_trainer(run: Run) -> None:
-    """The last rank kills itself in the middle of its update, where the others wait for it."""
-    _order(run, -1, _die_in_update)
-
-
-def spoil_sketch(run: Run) -> None:
-    """NaN in the sketch of the last rank, after a backward pass that was sound."""
-    _order(run, -1, spoil)
-
-
-def fill_disk(run: Run) -> None:
-    """No file of the first rank may grow beyond 64 KiB from now on."""
-    starve(run.trainer.places[0]["pid"])
-
-
-def starve(pid: int, limit: int = 1 << 16) -> None:
-    """The kernel refuses a process every write beyond so many bytes of a file."""
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-
-
-def spoil(rank: TrainerRank) -> None:
-    """Run in a rank: its next step finds a NaN in its own rows of S."""
-    learner, step = rank.learner, rank.learner.step
-
-    def spoilt(*args: Any, **kwargs: Any) -> Any:
-        del learner.__dict__["step"]
-        learner.sketch.settle()
-        learner.sketch.flat[-1, 0] = math.nan
-        return step(*args, **kwargs)
-
-    learner.__dict__["step"] = spoilt
-
-
-def _die_in_update(rank: TrainerRank) -> None:
-    rank.learner.__dict__["step"] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _order(run: Run, rank: int, work: Callable[[TrainerRank], None]) -> None:
-    import ray
-
-    ray.get(run.trainer.ranks[rank].__ray_call__.remote(work))
-
-
-def _engine(run: Run) -> int:
-    import ray
-
-    return int(ray.get(run.engine.seats.all[0].hello)["pid"])
-
-
-def _stop(pid: int) -> None:
-    """Stop a process for some seconds."""
-    os.kill(pid, signal.SIGSTOP)
-    timer = threading.Timer(STOPPED, os.kill, (pid, signal.SIGCONT))
-    timer.daemon = True
-    timer.start()
-
-
 # --- faults and what has to come of them ---------------------------------------------------------
 
 
@@ -299,15 +206,15 @@ def nan_on_one_rank(run_dir: Path, sound: Path) -> Outcome:
 
 def driver_killed(run_dir: Path, sound: Path) -> Outcome:
     """SIGKILL to the process of the run: nothing of it stays, and it is resumed."""
-    with _launched(run_dir) as launched:
-        _await_step(run_dir, 2)
+    with detached(settings(), run_dir) as launched:
+        await_step(run_dir, 2)
         struck = time.monotonic()
         problems = kill_driver(run_dir)
         reported = read_steps(run_dir)
         launched(resume=True)
-        _await_step(run_dir, len(reported) + 1)
+        await_step(run_dir, len(reported) + 1)
         seconds = time.monotonic() - struck
-        problems += _end(run_dir)
+        problems += await_end(run_dir)
     if read_steps(run_dir)[: len(reported)] != reported:
         problems.append("a reported step was lost")
     return _judged(problems + differences(run_dir, sound), seconds)
@@ -319,20 +226,22 @@ def kernel_restarted(run_dir: Path, sound: Path) -> Outcome:
         "import sys, time; from logra_lab.lab import launch; launch.start_or_attach(sys.argv[1], "
         "sys.argv[2:]); print('started', flush=True); time.sleep(3600)"
     )
-    command = [sys.executable, "-c", code, str(run_dir), *_command(run_dir)]
-    kernel = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    with _launched(run_dir, start=False) as launched:
+    program = [sys.executable, "-c", code, str(run_dir), *command(settings(), run_dir)]
+    kernel = subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True)
+    with ExitStack() as stack:
+        stack.callback(kernel.kill)
+        launched = stack.enter_context(detached(settings(), run_dir, start=False))
         assert kernel.stdout is not None
         kernel.stdout.readline()
-        _await_step(run_dir, 2)
+        await_step(run_dir, 2)
         struck, seen = time.monotonic(), len(read_steps(run_dir))
         kernel.kill()
         kernel.wait()
         attached = launched()
         problems = [] if attached == "attached" else [f"the run was {attached}, not attached to"]
-        _await_step(run_dir, seen + 1)
+        await_step(run_dir, seen + 1)
         seconds = time.monotonic() - struck
-        problems += _end(run_dir)
+        problems += await_end(run_dir)
     return _judged(problems + differences(run_dir, sound), seconds)
 
 
@@ -358,94 +267,3 @@ def _outcome(went: Went, problems: list[str], before: str = "") -> Outcome:
 def _judged(problems: list[str], seconds: float, before: str = "") -> Outcome:
     said = "; ".join(problems[:3]) or f"went on after {seconds:.1f} s"
     return Outcome(not problems and seconds < LIMIT, seconds, before + said)
-
-
-# --- a run as a process of its own ---------------------------------------------------------------
-
-
-def _command(run_dir: Path, resume: bool = False) -> list[str]:
-    own = {k: json.dumps(v) for k, v in settings().model_dump(mode="json").items()}
-    return launch.train_command("smoke", run_dir, resume=resume, **own)
-
-
-@contextmanager
-def _launched(run_dir: Path, *, start: bool = True) -> Iterator[Callable[..., str]]:
-    """Start the run; again with the function that is given; whatever happens, it ends with this."""
-
-    def launched(resume: bool = False) -> str:
-        return launch.start_or_attach(run_dir, _command(run_dir, resume)).how
-
-    with ExitStack() as stack:
-        stack.callback(_kill_all, run_dir)
-        if start:
-            launched()
-        yield launched
-
-
-def family(pid: int) -> list[psutil.Process]:
-    """A process and all below it."""
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
-def kill_driver(run_dir: Path, limit: float = 60.0) -> list[str]:
-    """SIGKILL to the run's process; what of its processes and of Ray's files is there after so many
-    seconds."""
-    owner = owner_of(run_dir)
-    assert owner is not None
-    processes = family(owner.pid)
-    folders = {f for p in processes for f in _ray_folders(p)}
-    processes[0].kill()
-    deadline = time.monotonic() + limit
-    _, left = psutil.wait_procs(processes[1:], timeout=limit)
-    while any(folder.exists() for folder in folders) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    found = [f"process {p.pid} outlived the driver: {_named(p)}" for p in left if _runs(p)]
-    return found + [f"{folder} was left behind" for folder in folders if folder.exists()]
-
-
-def _ray_folders(process: psutil.Process) -> set[Path]:
-    try:
-        files = [Path(file.path) for file in process.open_files()]
-    except psutil.Error:
-        return set()
-    return {p for file in files for p in file.parents if p.name.startswith("logra_ray_")}
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _named(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())[:120]
-    except psutil.Error:
-        return "?"
-
-
-def _await_step(run_dir: Path, step: int) -> None:
-    """Wait until a step is recorded. Raises `LograError` when the run ends, or after the limit."""
-    deadline = time.monotonic() + LIMIT
-    while not (run_dir / "steps.jsonl").exists() or len(read_steps(run_dir)) < step:
-        owner = owner_of(run_dir)
-        if time.monotonic() > deadline or owner is None or not owner.alive:
-            log = (run_dir / launch.LOG).read_text()[-500:] if run_dir.exists() else ""
-            raise LograError(f"{run_dir} came to no step {step} within {LIMIT:g} s: {log}")
-        time.sleep(0.02)
-
-
-def _end(run_dir: Path) -> list[str]:
-    """Wait for the run's own end."""
-    if not launch.wait(run_dir, LIMIT):
-        return [f"the run did not end within {LIMIT:g} s"]
-    return []
-
-
-def _kill_all(run_dir: Path) -> None:
-    owner = owner_of(run_dir)
-    if owner is not None and owner.alive:
-        for process in family(owner.pid):
-            process.kill()

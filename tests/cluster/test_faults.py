@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from logra_lab import cli
-from logra_lab.bench import faults
+from logra_lab.bench import faults, mischief
 from logra_lab.bench.faults import differences, go, settings
 from logra_lab.cluster.trainers import TrainersLost
 from logra_lab.errors import InputError
@@ -37,17 +37,17 @@ def mended(sound):
     """A run whose update was lost, whose engine and trainer straggled, whose trainer was killed in
     step 4; then resumed, with a NaN on one rank in the last step."""
     folder = sound.parent / "mended"
-    strikes = {2: faults.lose_update, 3: both_straggle, 4: faults.kill_trainer}
+    strikes = {2: mischief.lose_update, 3: both_straggle, 4: mischief.kill_trainer}
     first = go(settings(), folder, strikes)
     kept = (folder / "steps.jsonl").read_text()
     status = read_manifest(folder)["status"]
-    second = go(settings(), folder, {STEPS: faults.spoil_sketch}, resume=True)
+    second = go(settings(), folder, {STEPS: mischief.spoil_sketch}, resume=True)
     return folder, first, kept, status, second
 
 
 def both_straggle(run):
-    faults.stop_engine(run)
-    faults.stop_trainer(run)
+    mischief.stop_engine(run)
+    mischief.stop_trainer(run)
 
 
 def test_a_run_of_two_trainers_and_an_engine_tells_of_every_part(sound):

@@ -280,7 +280,7 @@ def test_a_full_disk_on_one_rank_is_an_os_error_on_all_and_the_next_save_works(h
     """dcp's own exception is no Exception: Ray would take the ranks for dead."""
     import ray
 
-    from logra_lab.bench.faults import starve
+    from logra_lab.bench.mischief import starve
 
     hosts.form(config(), SMALL_FOLDER, 2, "float32")
     pid = hosts.all("describe")[0]["pid"]
@@ -350,7 +350,7 @@ def same(a, b):
 def test_nan_on_one_rank_makes_all_skip_and_changes_nothing(hosts, odd, batch, where):
     import ray
 
-    from logra_lab.bench.faults import spoil
+    from logra_lab.bench.mischief import spoil
 
     settings = config()
     hosts.form(settings, odd, 3)
