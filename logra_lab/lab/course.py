@@ -93,6 +93,7 @@ def run_course(plan: Plan, console: Console | None = None) -> int:
     console = console or Console()
     results: list[Result] = []
     names = [notebook.name for notebook, _ in plan.notebooks]
+    _copy_linked(plan)
     _write_state(plan, results, names)
     with _Progress(plan, console) as progress:
         for notebook, parameters in plan.notebooks:
@@ -106,6 +107,15 @@ def run_course(plan: Plan, console: Console | None = None) -> int:
     if any(result.status == "interrupted" for result in results):
         return 130
     return 0 if all(result.status == "passed" for result in results) else 1
+
+
+def _copy_linked(plan: Plan) -> None:
+    """Texts and job notebooks lie beside the executed notebooks too, which link to them."""
+    source, target = plan.notebooks[0][0].path.parent, plan.run_dir / "notebooks"
+    for path in [*source.glob("*.md"), *source.glob("jobs/*.ipynb")]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def _write_state(plan: Plan, results: Sequence[Result], waiting: Sequence[str]) -> None:

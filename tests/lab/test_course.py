@@ -104,6 +104,17 @@ def test_values_reach_the_cells_and_the_executed_file_states_them(course, make_b
     assert "steps is 7 preset is smoke" in text
 
 
+def test_what_the_notebooks_link_to_lies_beside_the_executed_ones(course, make_book):
+    sources = course.write("01_one", make_book()).parent
+    (sources / "WORDS.md").write_text("# Words\n")
+    (sources / "jobs").mkdir()
+    nbformat.write(make_book(), job := sources / "jobs" / "one.ipynb")
+    assert course.run()[0] == 0
+    executed = course.root / "runs/r/notebooks"
+    assert (executed / "WORDS.md").read_text() == "# Words\n"
+    assert (executed / "jobs/one.ipynb").read_bytes() == job.read_bytes()
+
+
 def test_a_flood_of_output_stays_small_and_keeps_its_end(course):
     # 60 000 flushed lines overran the message queue and lost the last line (field case E3);
     # then a 200-step log as an engine writes it, from a child process, and the final metric.
