@@ -152,3 +152,15 @@ def test_what_wrecks_the_policy_without_a_budget_does_not_with_one(
         assert held["after"] > 2 * free["after"]
         assert wreck["largest"][name] < wreck["largest"]["no budget"] / 10
     assert len(wreck["ratios"]) == 2 * wreck["steps"]  # no step was skipped
+
+
+def test_a_budget_limits_the_prediction_and_the_notebook_says_what_went_past_it(
+    numbers: dict[str, Any],
+) -> None:
+    wreck = numbers["wreck"]
+    assert wreck["past"] == pytest.approx(wreck["largest"]["constant δ"] / SMOKE.kl_start)
+    assert wreck["of"] == 2 * wreck["steps"]
+    # No cap binds at this ρ: a step is predicted at its budget, and past it where the ratio is
+    # above 1. Far from 1 it would be another quantity than the predicted one.
+    assert wreck["over"] == sum(ratio > 1 for ratio in wreck["ratios"])
+    assert all(1 / 4 < ratio < 4 for ratio in wreck["ratios"])
