@@ -168,3 +168,16 @@ def test_a_first_step_gains_and_its_cosine_is_no_verdict(numbers: dict[str, Any]
     for name, row in steps.items():
         relative = row["gain, fresh batch"] / steps["dense Adam"]["gain, fresh batch"]
         assert numbers["first_step"]["relative"][name] == pytest.approx(relative)
+    for name, (low, high) in numbers["first_step"]["relative_range"].items():
+        assert low <= numbers["first_step"]["relative"][name] * (1 + 1e-12) <= high * (1 + 2e-12)
+
+
+def test_variants_of_one_cosine_split_a_step_between_layers_and_differ_in_length(
+    numbers: dict[str, Any],
+) -> None:
+    steps = numbers["first_step"]["steps"]
+    plain, kept = steps["LoGRA, plain"], steps["LoGRA, norm-preserving"]
+    # One direction in each layer, so one cosine in each; a global direction would have another.
+    assert kept["cosine with G"] == pytest.approx(plain["cosine with G"], rel=1e-3)
+    # Large gradients have the larger share: the KL is used up at a shorter length.
+    assert steps["the gradient"]["length"] < kept["length"] < plain["length"]
