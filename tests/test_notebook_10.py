@@ -53,7 +53,9 @@ def test_the_engine_that_was_killed_came_back_once_and_at_the_trainers_version(
     taken = 0
     for version, held in numbers["versions"]:
         taken = version
-        assert held == [version]
+        # Killed after it had generated, it misses that step's update: its version is unknown then,
+        # and known again in the next line. It never is another one.
+        assert held == [version] or (held == [None] and version == noticed)
     assert taken == SMOKE.steps - numbers["skipped"]
     assert numbers["skipped"] == 0
 
