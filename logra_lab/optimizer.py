@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from logra_lab import kl
 from logra_lab.errors import InputError, LograError
 from logra_lab.philox import SCHEME_VERSION
+from logra_lab.probe import METHODS, Forward, predict
 from logra_lab.projection import canonical_path
 from logra_lab.ranks import ALONE, Ranks
 from logra_lab.rowadam import VARIANTS, NonFiniteSketch, row_adam_
@@ -33,7 +34,7 @@ class ZeroSketch(LograError):
 
 @dataclass(frozen=True)
 class KLControl:
-    """How the step is governed. method: see `kl.predict`; ``off`` runs no probe (no budget then).
+    """How the step is governed. method: of `probe.predict`; ``off`` runs no probe (no budget then).
 
     With `budget=None` the step keeps its proposed size; a probe then only reports.
     """
@@ -46,8 +47,8 @@ class KLControl:
     measure: bool = True  # realised KL after the step, on the probe's positions
 
     def __post_init__(self) -> None:
-        if self.method not in kl.METHODS:
-            raise InputError(f"KL probe {self.method!r} is unknown; expected one of {kl.METHODS}")
+        if self.method not in METHODS:
+            raise InputError(f"KL probe {self.method!r} is unknown; expected one of {METHODS}")
         if self.budget is not None and self.method == "off":
             raise InputError("a KL budget needs a probe: method='off' goes with budget=None only")
         if not (self.alpha_max > 0 and self.temperature > 0):
@@ -169,14 +170,14 @@ class LoGRA:
     @torch.no_grad()
     def step(
         self,
-        probe: kl.Forward | Sequence[kl.Forward] | None = None,
+        probe: Forward | Sequence[Forward] | None = None,
         *,
         gap: float | None = None,
     ) -> StepReport:
         """Apply one update from the accumulated sketch, or skip it and say why.
 
         Args:
-            probe: logits of generated positions, see `kl.predict`; needed under a budget.
+            probe: logits of generated positions, see `probe.predict`; needed under a budget.
             gap: mean logp_rollout − logp_trainer, for `subtract_mismatch`.
         """
         control, sketch, t = self.control, self.sketch, self.t + 1
@@ -190,7 +191,7 @@ class LoGRA:
             delta = None if control.budget is None else mismatch.budget(control.budget(t))
             seen, alpha = None, 1.0
             if probe is not None and control.method != "off":
-                seen = kl.predict(
+                seen = predict(
                     sketch,
                     self._as_sent(sketch.flat),
                     probe,

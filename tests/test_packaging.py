@@ -158,7 +158,7 @@ HEAVY = (
     [
         *("logra_lab", "logra_lab.errors", "logra_lab.cli", "logra_lab.lab.presets"),
         *("logra_lab.projection", "logra_lab.sketch", "logra_lab.rowadam"),
-        *("logra_lab.kl", "logra_lab.optimizer", "logra_lab.kernels"),
+        *("logra_lab.kl", "logra_lab.probe", "logra_lab.optimizer", "logra_lab.kernels"),
     ],
 )
 def test_importing_the_primitives_imports_nothing_heavy(module):

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from logra_lab import kl
 from logra_lab.bench import Figure, figure, say
 from logra_lab.lab.presets import preset
+from logra_lab.probe import predict
 from logra_lab.rl.loop import load_tasks, preset_config, train
 from logra_lab.rl.policies import load_policy
 from logra_lab.rl.records import read_steps
@@ -66,8 +66,8 @@ def _disagreement(steps: int) -> list[float]:
         def compare(probe, *, gap):  # type: ignore[no-untyped-def]
             """The proposal of this step through both probes, then the step as usual."""
             sketch = learner.sketch  # type: ignore[attr-defined]
-            exact = kl.predict(sketch, sketch.flat, probe, method="jvp").kl
-            seen.append(abs(kl.predict(sketch, sketch.flat, probe, method="fd").kl / exact - 1))
+            exact = predict(sketch, sketch.flat, probe, method="jvp").kl
+            seen.append(abs(predict(sketch, sketch.flat, probe, method="fd").kl / exact - 1))
             return step(probe, gap=gap)
 
         learner.step = compare  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from logra_lab.errors import LograError
 from logra_lab.lab.layer_rules import Adam, GaLore, LoRA, Rule
 from logra_lab.lab.proposals import Proposal, propose
 from logra_lab.lab.real_batch import RealBatch
+from logra_lab.probe import Forward
 from logra_lab.projection import Projection
 from logra_lab.rl.policies import Policy
 from logra_lab.rowadam import row_moment
@@ -104,7 +105,7 @@ def moved(policy: Policy, change: Change, scale: float) -> Iterator[None]:
 
 @torch.no_grad()
 def at_kl(
-    batch: RealBatch, change: Change, forward: kl.Forward, delta: float, *, within: float = 0.02
+    batch: RealBatch, change: Change, forward: Forward, delta: float, *, within: float = 0.02
 ) -> float:
     """The scale at which the realised KL of `forward`'s positions is δ, to `within`.
 

@@ -2,7 +2,7 @@
 
 `LoGRA.step` proposes, scales and applies in one go. A notebook wants to hold the proposal still and
 ask what half of it, or the part of it in one kind of layer, would do to the policy. All of that
-perturbs layer outputs (`kl.perturbed`); no weight changes.
+perturbs layer outputs (`probe.perturbed`); no weight changes.
 """
 
 import math
@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from logra_lab import kl
 from logra_lab.errors import InputError
 from logra_lab.lab.real_batch import RealBatch
 from logra_lab.optimizer import frobenius
+from logra_lab.probe import Forward, perturbed
 from logra_lab.rowadam import row_adam_
 from logra_lab.sketch import Sketch
 
@@ -62,17 +62,17 @@ class Proposal:
         return replace(self, U=noise.to(self.U)).resized(self.norm)
 
     @torch.no_grad()
-    def logits(self, forward: kl.Forward, alpha: float) -> Float[Tensor, "n V"]:
+    def logits(self, forward: Forward, alpha: float) -> Float[Tensor, "n V"]:
         """Logits after α of the update."""
-        with self.sketch.paused(), kl.perturbed(self.sketch, self.U, alpha):
+        with self.sketch.paused(), perturbed(self.sketch, self.U, alpha):
             return forward()
 
     @torch.no_grad()
-    def tangent(self, forward: kl.Forward) -> Float[Tensor, "n V"]:
+    def tangent(self, forward: Forward) -> Float[Tensor, "n V"]:
         """ż, by forward-mode AD in α at α = 0."""
 
         def along(alpha: Tensor) -> Tensor:
-            with kl.perturbed(self.sketch, self.U, alpha):
+            with perturbed(self.sketch, self.U, alpha):
                 return forward()
 
         zero, one = (self.U.new_tensor(x) for x in (0.0, 1.0))

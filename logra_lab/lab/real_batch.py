@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from logra_lab.errors import InputError
-from logra_lab.kl import Forward
+from logra_lab.probe import Forward
 from logra_lab.projection import canonical_path
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
@@ -55,7 +55,7 @@ class RealBatch:
         return sum(self.loss(batch).item() for batch in self.batches)
 
     def probe(self, responses: int) -> Forward:
-        """Logits [positions, V] of the first `responses` responses, as `kl.predict` wants them."""
+        """Logits [positions, V] of the first `responses` responses, for `probe.predict`."""
         batch = pad(self.policy, self.samples[:responses])
         return lambda: batch.logits(self.policy.model)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from logra_lab import kl
 from logra_lab.errors import InputError
 from logra_lab.optimizer import KLControl, LoGRA, StepReport, frobenius
+from logra_lab.probe import Forward
 from logra_lab.ranks import ALONE, Ranks
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.policies import Policy
@@ -29,7 +30,7 @@ class Learner(Protocol):
     t: int
 
     def targets(self) -> dict[str, Tensor]: ...
-    def step(self, probe: Sequence[kl.Forward] | None, *, gap: float | None) -> StepReport: ...
+    def step(self, probe: Sequence[Forward] | None, *, gap: float | None) -> StepReport: ...
     def discard(self) -> None: ...
     def weights(self) -> dict[str, Tensor]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -72,7 +73,7 @@ class AdamLearner:
         self.t, self.temperature = 0, config.temperature
         self.measure = config.measure_kl and config.kl_method != "off"
 
-    def step(self, probe: Sequence[kl.Forward] | None, *, gap: float | None = None) -> StepReport:
+    def step(self, probe: Sequence[Forward] | None, *, gap: float | None = None) -> StepReport:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = math.sqrt(sum(frobenius(g) ** 2 for g in grads))
         if norm == 0 or not math.isfinite(norm):

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from logra_lab import kl
 from logra_lab.errors import InputError
 from logra_lab.optimizer import StepReport, frobenius
+from logra_lab.probe import Forward
 from logra_lab.ranks import ALONE, Ranks, local
 from logra_lab.rl import ppo
 from logra_lab.rl.config import TrainConfig
@@ -92,7 +92,7 @@ class Trainer:
         self.norm_at_start = self._frozen_norm()
         self.batches: list[ppo.TokenBatch] = []
         self.filler: ppo.TokenBatch | None = None
-        self.looks: list[kl.Forward] = []
+        self.looks: list[Forward] = []
         self.tokens = 0
 
     @property
@@ -144,7 +144,7 @@ class Trainer:
     def _batch(self, piece: list[ppo.Sample]) -> ppo.TokenBatch:
         return self.batch(piece) if piece else cast(ppo.TokenBatch, self.filler)
 
-    def _look(self, piece: list[ppo.Sample]) -> kl.Forward:
+    def _look(self, piece: list[ppo.Sample]) -> Forward:
         batch = self._batch(piece)
 
         def logits() -> Tensor:

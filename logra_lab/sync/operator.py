@@ -51,7 +51,7 @@ def apply(
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise InputError(
                     "apply: a weight or factor has a tangent, and an update has none: perturb the "
-                    "outputs of layers instead (`kl.perturbed`)"
+                    "outputs of layers instead (`probe.perturbed`)"
                 )
     torch.ops.logra_lab.apply(
         list(weights),

@@ -11,6 +11,7 @@ from logra_lab.lab import directions
 from logra_lab.lab.presets import preset
 from logra_lab.lab.proposals import interleaved, propose, shares_by_kind
 from logra_lab.lab.real_batch import real_batch
+from logra_lab.probe import predict
 from logra_lab.rl.loop import load_tasks, preset_config
 from logra_lab.rl.policies import load_policy
 
@@ -79,7 +80,7 @@ def test_the_tangent_is_what_predict_sees_and_logits_are_those_of_moved_weights(
     forward = batch.probe(8)
     with torch.no_grad():
         z = forward()
-    predicted = kl.predict(proposal.sketch, proposal.U, forward, method="jvp").kl
+    predicted = predict(proposal.sketch, proposal.U, forward, method="jvp").kl
     found = kl.variance_kl(z, proposal.tangent(forward)).mean().item()
     assert found == pytest.approx(predicted, rel=1e-4)
     with torch.no_grad(), directions.moved(batch.policy, directions.of_proposal(proposal), 2.0):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from logra_lab import kl
 from logra_lab.errors import InputError
+from logra_lab.probe import predict
 from logra_lab.rl import ppo
 from logra_lab.rl.policies import Policy
 from logra_lab.rl.prefix import can_share, common_prefix
@@ -72,7 +72,7 @@ def test_probe_catches_a_prefix_that_does_not_move_with_the_update(method):
     torch.manual_seed(0)
     U = torch.randn_like(sketch.flat) * 0.01
     values = [
-        kl.predict(sketch, U, lambda b=batch: b.logits(model), method=method).kl
+        predict(sketch, U, lambda b=batch: b.logits(model), method=method).kl
         for batch in (ppo.token_batch(samples(), 0, share_prefix=s) for s in (True, False))
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
