@@ -41,6 +41,7 @@ def test_one_step_of_adam_by_hand(found: dict[str, Any]) -> None:
 def test_the_shipped_policy_holds_what_was_predicted(found: dict[str, Any]) -> None:
     # Issue E: 10 %. Activations are kept here, so every term is a sum of shapes and the peak too.
     assert found["small_worst_off"] < 0.1
+    assert found["small_apart"] == max(abs(a - b) for a, b in found["small"].values())
     assert found["small"]["serve, weights"] == [4 * 801_664] * 2
     assert found["small"]["learn, Adam's two moments"] == [8 * 786_432] * 2
     assert found["small_ratio"] > 4
