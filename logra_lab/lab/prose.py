@@ -94,7 +94,7 @@ def unbacked(path: Path, record: Mapping[str, Any] | None = None) -> list[str]:
             if not (value in free or shown in declared or _small(value, shown, unit)):
                 found.append(f"cell {number}: {where}")
         if record is not None:
-            displayed = _unrecorded(cell, record, inputs, declared)
+            displayed = _unrecorded(cell, record, given, inputs, declared)
             found += [f"output of cell {number}: {line}" for line in displayed]
     return found
 
@@ -230,14 +230,19 @@ def _flat(content: Any) -> Iterator[float]:
 
 
 def _unrecorded(
-    cell: nbformat.NotebookNode, record: Mapping[str, Any], inputs: set[float], declared: set[str]
+    cell: nbformat.NotebookNode,
+    record: Mapping[str, Any],
+    given: set[float],
+    inputs: set[float],
+    declared: set[str],
 ) -> Iterator[str]:
     known = list(_flat(record))
     for output in cell.get("outputs", []):
         text = _NOT_PROSE.sub(" ", output.get("data", {}).get("text/markdown", ""))
         for match in _NUMBER.finditer(text):
             value, shown, unit, where = _one(text, match)
-            if value in inputs or shown in declared or _small(value, shown, unit):
+            free = given if unit else inputs
+            if value in free or shown in declared or _small(value, shown, unit):
                 continue
             scales = _SCALES.get(unit, (1.0,))
             if not any(_rounds(abs(one) * scale, match) for one in known for scale in scales):
