@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     course = commands.add_parser("course", help="run the notebooks headless")
     course.add_argument("--preset", default="laptop", help="sizes (default: %(default)s)")
     course.add_argument("--name", help="results go to RUNS/NAME (default: the preset's name)")
-    course.add_argument("--only", nargs="+", default=[], metavar="NN", help="beginnings of names")
+    course.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="NN", help="beginnings of names"
+    )
     course.add_argument(
         "-p", dest="parameters", action="append", default=[], metavar="NAME=VALUE",
         help="a notebook parameter; may be repeated",

@@ -44,6 +44,9 @@ def test_version_is_that_of_the_package():
         (["plan", "27B", "--rank", "0"], "rank is 0"),
         (["plan", "Qwen2.5-7B", "--rank", "9999"], "at most 3584"),
         (["plan", "27B", "--json", "no-such-folder/x"], "its folder does not exist"),
+        (["plan", "27B", "--json", "."], "this is a folder"),
+        (["train", "--preset", "smoke", "--run-dir", __file__], "File exists"),
+        (["train", "--preset", "smoke", "--run-dir", f"{__file__}/x"], "Not a directory"),
         (["sync", "inspect", "no-such-folder"], "expected a journal's folder"),
         (["sync", "inspect", "no-such.thin"], "No such file"),
         (["sync", "verify", "no-such-folder"], "No such file"),
@@ -98,6 +101,12 @@ def test_an_error_that_is_no_input_error_is_not_hidden(monkeypatch):
 
 
 # --- plan ------------------------------------------------------------------------------------
+
+
+def test_a_repeated_only_adds_notebooks_instead_of_replacing_them():
+    words = ["course", "--only", "01", "02", "--only", "09"]
+    assert cli._parser().parse_args(words).only == ["01", "02", "09"]
+    assert cli._parser().parse_args(["course"]).only == []
 
 
 def test_plan_says_two_numbers_and_writes_the_same_as_json(capsys, tmp_path):
