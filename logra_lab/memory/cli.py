@@ -21,8 +21,11 @@ def main(model: str, setup: Setup, json_path: str | None) -> int:
 
     Raises `InputError` for an unknown model and for settings that do not fit it.
     """
-    if json_path not in (None, "-") and not Path(json_path).resolve().parent.is_dir():
-        raise InputError(f"--json {json_path}: its folder does not exist; make it first")
+    if json_path not in (None, "-"):
+        if Path(json_path).is_dir():
+            raise InputError(f"--json {json_path}: this is a folder; name a file in it")
+        if not Path(json_path).resolve().parent.is_dir():
+            raise InputError(f"--json {json_path}: its folder does not exist; make it first")
     arch = find(model)
     costs = {method: learn(arch, method, setup) for method in METHODS}
     engine = serve(arch, setup, follow=True)
@@ -33,7 +36,10 @@ def main(model: str, setup: Setup, json_path: str | None) -> int:
     if json_path == "-":
         sys.stdout.write(text)
     else:
-        Path(json_path).write_text(text, encoding="utf-8")
+        try:
+            Path(json_path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--json {json_path}: {error.strerror}; name another file") from error
     return 0
 
 

@@ -26,7 +26,12 @@ KINDS = {
         "gradients of activations",
     ),
     "logits": ("logits, float32", "log-softmax and gradients", "logits of the probe"),
-    "in transit": ("gathered weights", "gradients on their way", "sketches on their way"),
+    "in transit": (
+        "gathered weights",
+        "weights cast for backward",
+        "gradients on their way",
+        "sketches on their way",
+    ),
 }
 
 #: Share of what comes and goes that a caching allocator holds beyond it: an assumption.

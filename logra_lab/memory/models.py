@@ -83,6 +83,7 @@ def find(name: str) -> Arch:
     if not folder.is_dir() and (name.count("/") > 1 or name[:1] in (".", "/")):
         raise InputError(f"model {name!r}: no such folder; name a folder that holds a config.json")
     try:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise InputError(
@@ -92,15 +93,19 @@ def find(name: str) -> Arch:
     local = folder.is_dir()
     try:
         config = AutoConfig.from_pretrained(folder if local else name, local_files_only=local)
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, ArithmeticError),  # of values, ZeroDivision too
+        StrictDataclassError,
+    ) as error:
         raise InputError(_not_found(name, local, error)) from error
     return from_config(config, name)
 
 
 def _not_found(name: str, local: bool, error: Exception) -> str:
-    reason = next(iter(str(error).strip().splitlines()), repr(error))
     if local:
-        return f"model {name!r}: its config.json cannot be read: {reason}"
+        reason = " ".join(str(error).split()) or repr(error)
+        return f"model {name!r}: its config.json cannot be read: {reason:.200}"
+    reason = next(iter(str(error).strip().splitlines()), repr(error))
     near = get_close_matches(name.rpartition("/")[2], PRESETS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return (

@@ -196,9 +196,14 @@ def _logits(arch: Arch, method: str, s: Setup) -> Iterator[Term]:
 
 
 def _moved(arch: Arch, method: str, s: Setup) -> Iterator[Term]:
-    """What FSDP brings together for a block and sends out again."""
+    """What FSDP brings together for a block and sends out again.
+
+    One GPU has whole float32 masters and casts them by autocast, unless they are on the host.
+    """
     b, block = s.width, s.width * arch.block_parameters
-    if s.fsdp > 1 or (b < 4 and method != "lora"):
+    sharded = s.fsdp > 1 or s.offload
+    casts = b < 4 and method != "lora"
+    if sharded or casts:
         root = b * arch.root
         yield Term(
             "gathered weights",
@@ -206,9 +211,14 @@ def _moved(arch: Arch, method: str, s: Setup) -> Iterator[Term]:
             "b (embedding, head + 2 blocks: one at work, one fetched ahead)",
             ("loss", "backward", "probe"),
         )
+    if casts and not sharded and not s.checkpointing:
+        rest = block * max(0, arch.depth - 2)
+        text = "b (the other blocks): autocast's copies are kept for the gradients of inputs"
+        first = max(0, rest - block)  # no gradient goes below the first block
+        yield Term("weights cast for backward", rest, first, rest, text, ("loss", "backward"))
     layers, alive = arch.layers, ("backward",)
     if method == "logra":
-        if s.fsdp > 1:
+        if sharded:
             one = 4 * max(layer.d for layer in layers) * s.rank
             text = "2 · 4 d r: whole sketches of two matrices on their way to their owners"
             yield Term("sketches on their way", 2 * one, one, 3 * one, text, alive)
@@ -220,7 +230,7 @@ def _moved(arch: Arch, method: str, s: Setup) -> Iterator[Term]:
         sizes = [s.rank * max(x.d, x.k) for x in layers]
         text = "4 r max(d, k): the new gradient of an adapter, before it is added"
         per_block = max(s.rank * sum(x.d + x.k for x in block.layers) for block in arch.blocks)
-    if s.fsdp == 1:  # down's own is made while fewer gradients of activations are there
+    if not sharded:  # down's own is made while fewer gradients of activations are there
         one = max(0, 4 * max(sizes) - s.tokens * b * arch.inner)
         yield Term("a new gradient", one, 0, 4 * max(sizes), text, alive)
         return

@@ -19,7 +19,9 @@ from logra_lab.memory.arch import from_config
 from logra_lab.memory.live import LiveBytes, saved_bytes
 from logra_lab.memory.measure import cache_bytes, compare, forward, measure
 from logra_lab.memory.plan import METHODS, Setup, learn, saved
-from logra_lab.rl.policies import load_policy
+from logra_lab.rl.config import TrainConfig
+from logra_lab.rl.learners import make_learner
+from logra_lab.rl.policies import Policy, load_policy
 from logra_lab.sketch import TARGETS, Sketch, find_targets
 
 WIDE = {
@@ -134,3 +136,29 @@ def test_live_bytes_count_storages_once_and_forget_what_is_gone() -> None:
     assert [text for _, text in live.marks] == ["both"]
     assert live.marks[0][0] < len(live.events)
     del b
+
+
+@pytest.mark.parametrize("method", ["adam", "logra"])
+def test_autocast_on_one_gpu_keeps_a_cast_of_every_matrix_where_nothing_is_recomputed(
+    method: str,
+) -> None:
+    """What autograd packs under autocast: activations, and bfloat16 copies of all weights. A plan
+    that counts two blocks' copies, as with checkpointing, has half of it."""
+    torch.manual_seed(0)
+    policy = Policy(Qwen2ForCausalLM(Qwen2Config(**WIDE)), None, "it", (0,), 0)
+    make_learner(policy, TrainConfig(method=method, rank=24, kl_method="off"))
+    ids = torch.randint(WIDE["vocab_size"], (1, 160))
+
+    def run() -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return policy.model(input_ids=ids, use_cache=False).logits
+
+    cost = learn(
+        from_config(policy.model.config, "it"),
+        method,
+        Setup(rank=24, tokens=160, fsdp=1, checkpointing=False),
+    )
+    counted = ("saved", "gathered weights", "weights cast")
+    predicted = sum(t.bytes for t in cost.at("loss") if t.name.startswith(counted))
+    predicted -= 2 * WIDE["vocab_size"] * WIDE["hidden_size"]  # the embedding is read, not cast
+    assert predicted == pytest.approx(saved_bytes(run, policy.model), rel=PEAK)

@@ -111,3 +111,18 @@ def test_blocks_without_a_closed_form_are_refused_not_guessed(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"model_type": "qwen2", "hidden_size": "x"}', "expected int, got str"),
+        ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0}', "by zero"),
+    ],
+)
+def test_a_config_with_values_of_another_kind_is_named_not_a_traceback(
+    tmp_path, config: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match=f"config.json cannot be read: .*{said}"):
+        find(str(tmp_path))

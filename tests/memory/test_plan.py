@@ -74,6 +74,30 @@ def test_checkpointing_offload_and_one_process_take_away_what_they_should() -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_weights_on_the_host_are_brought_to_one_gpu_too_and_in_float32_as_well(method: str) -> None:
+    """FSDP copies a block from the host whatever the number of GPUs and the type."""
+    for dtype, b in (("bfloat16", 2), ("float32", 4)):
+        alone = terms(method, Setup(fsdp=1, offload=True, dtype=dtype))
+        many = terms(method, Setup(fsdp=4, offload=True, dtype=dtype))
+        block = (P - 2 * 152064 * 3584 - 3584) // 28
+        root = 2 * 152064 * 3584 + 3584
+        assert alone["gathered weights"] == many["gathered weights"] == b * (root + 2 * block)
+
+
+def test_one_gpu_that_keeps_activations_keeps_a_bfloat16_copy_of_every_block() -> None:
+    whole = Setup(fsdp=1, checkpointing=False)
+    for method in ("adam", "logra"):
+        found = terms(method, whole)
+        assert found["gathered weights"] + found["weights cast for backward"] == 2 * P
+        cost = learn(BIG, method, whole)
+        assert sum(cost.kinds().values()) == cost.bytes  # figures have it too
+    copies = "weights cast for backward"
+    for other in ({"dtype": "float32"}, {"checkpointing": True}, {"offload": True}, {"fsdp": 2}):
+        assert copies not in terms("logra", replace(whole, **other))
+    assert copies not in terms("lora", whole)  # its frozen weights are in that type already
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_totals_are_those_of_the_terms_and_lie_in_their_range(name: str, method: str) -> None:
     cost = learn(PRESETS[name], method, Setup())
