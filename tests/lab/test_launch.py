@@ -145,6 +145,23 @@ def test_an_owned_folder_says_whose_it_is_and_is_gone_if_nothing_came_into_it(tm
     assert [x.name for x in folder.iterdir()] == ["steps.jsonl"]
 
 
+def test_a_run_that_another_process_has_is_not_begun_beside_it_and_stays_its_own(tmp_path):
+    """Both would write its records, checkpoints and journal."""
+    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
+    try:
+        mark(tmp_path, Owner.of(other.pid))
+        with pytest.raises(InputError, match=f"under way in process {other.pid}"), owned(tmp_path):
+            raise AssertionError
+        assert owner_of(tmp_path).pid == other.pid
+    finally:
+        other.communicate()
+    with owned(tmp_path):  # it has ended, and left its mark
+        assert owner_of(tmp_path).pid == os.getpid()
+    mark(tmp_path, Owner.of(os.getppid()))  # a shell or `timeout` that was started, and started us
+    with owned(tmp_path):
+        assert owner_of(tmp_path).pid == os.getpid()
+
+
 def test_workers_are_the_actors_of_a_kind_below_the_run_and_no_other(tmp_path):
     mark(tmp_path, Owner.of(os.getpid()))
     names = ("ray::EngineActor.generate", "ray::TrainerRank", "ray::EngineActor", "python")

@@ -14,7 +14,7 @@ import transformers as hf
 
 from logra_lab.errors import InputError
 from logra_lab.rl import policies
-from logra_lab.rl.policies import SMALL_FOLDER, load_policy, make_policy
+from logra_lab.rl.policies import SMALL_FOLDER, folder_policy, load_policy, make_policy
 from logra_lab.rl.rollout import HFEngine
 
 DATA = SMALL_FOLDER.parent
@@ -146,6 +146,22 @@ def test_an_incomplete_folder_is_named_with_what_is_missing(tmp_path, edits, mes
         load_policy(str(folder))
     assert str(folder) in str(caught.value)
     assert "complete model folder" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"tokenizer": None, "tokenizer_config": None}, "no tokenizer"),
+        ({"config": "{not json"}, "config.json"),
+        ({"config": '{"model_type": "qwen2", "hidden_size": "x"}'}, "hidden_size.* got str"),
+    ],
+)
+def test_processes_refuse_a_broken_folder_in_one_line_before_they_start(tmp_path, edits, message):
+    """Their driver reads sizes and tokenizer alone, and not by `load_policy`."""
+    folder = copy_of_small(tmp_path / "broken", **edits)
+    with pytest.raises(InputError, match=message) as caught:
+        folder_policy(folder)
+    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "/no/such", "a/b/c", "", "two words"])
