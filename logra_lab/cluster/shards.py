@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from logra_lab.rl.checkpoint import CheckpointError
+from logra_lab.atomic import previous_path
+from logra_lab.rl.checkpoint import NAME, CheckpointError
 from logra_lab.rl.learners import LoGRALearner
 from logra_lab.rl.publish import JOURNAL
 from logra_lab.sync.journal_files import verify
@@ -36,22 +37,25 @@ def folder_of(run_dir: Path, version: int) -> Path:
 
 
 def find_source(run_dir: Path, state: dict[str, Any]) -> Source:
-    """The shards that the checkpoint `state` names if the journal leads on from there, else the
-    journal's own base. Raises `CheckpointError` for damaged shards, and when neither leads on."""
-    target, version, shards = state["learner"]["t"], 0, None
+    """The shards that the checkpoint `state` names if they are whole and the journal leads on from
+    there, else the journal's own base: the same bits. Raises `CheckpointError` when neither does.
+    """
+    target, version, shards, problem = state["learner"]["t"], 0, None, ""
     for saved in state["shards"]:
         version, folder = saved["version"], folder_of(run_dir, saved["version"])
         if digests(folder) != saved["digests"]:
-            raise CheckpointError(f"checkpoint {folder} is damaged or not whole")
+            problem = f"checkpoint {folder} is damaged or not whole"
         shards = str(folder)
     since = range(version + 1, target + 1)
     journal = Replay.open(run_dir / JOURNAL) if (run_dir / JOURNAL).is_dir() else None
-    if set(since) <= (set() if journal is None else set(journal.contents.updates)):
+    held = set() if journal is None else set(journal.contents.updates)
+    if not problem and set(since) <= held:
         return Source(shards, None, since)
-    if journal is None:
+    problem = problem or f"the checkpoint's weights are of version {version}, its state of {target}"
+    if journal is None or target not in journal.versions():
         raise CheckpointError(
-            f"the checkpoint's weights are of version {version}, its state of {target}, and "
-            f"there is no journal in {run_dir}: resume from the checkpoint before"
+            f"{problem}, and no journal in {run_dir} leads to version {target}: resume from the "
+            f"checkpoint before, {previous_path(run_dir / NAME)}, in the place of {NAME}"
         )
     base, updates = journal.route(None, target)
     assert base is not None

@@ -144,7 +144,7 @@ class TrainerGroup:
         own = {k: state[k] for k in ("learner", "frozen_norm")}
         self._all("restore", own, source, str(self.run_dir))
         self.run, self.t = state["learner"]["run"], state["learner"]["t"]
-        self.saved = list(state["shards"])
+        self.saved = list(state["shards"]) if source.base is None else []  # else of no more use
 
     def close(self) -> None:
         """End the ranks; may be called twice."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logra_lab.cluster.shards import find_source
+from logra_lab.cluster.shards import digests, find_source
 from logra_lab.errors import InputError
+from logra_lab.rl.checkpoint import CheckpointError
 from logra_lab.rl.engines import CopyEngine
 from logra_lab.rl.loop import train
 from logra_lab.rl.policies import load_policy
@@ -343,3 +344,20 @@ def test_a_damaged_base_of_the_journal_is_found_before_a_group_goes_on_from_it(t
     path.write_bytes(data)
     with pytest.raises(SyncError, match="base-00000003"):
         find_source(tmp_path, state)
+
+
+def test_damaged_shards_are_not_read_and_the_journal_gives_the_same_weights_if_it_can(tmp_path):
+    folder = tmp_path / "shards" / "00000003"
+    folder.mkdir(parents=True)
+    (folder / "rows").write_bytes(b"weights")
+    saved = {"version": 3, "digests": digests(folder)}
+    state = {"learner": {"t": 3}, "shards": [saved]}
+    assert find_source(tmp_path, state) == (str(folder), None, range(4, 4))
+    (folder / "rows").write_bytes(b"weightz")
+    with pytest.raises(CheckpointError, match=r"00000003 is damaged .*/checkpoint\.pt\.prev"):
+        find_source(tmp_path, state)
+    journal = Journal.create(tmp_path / "journal", "r", 3, {"a": torch.ones(2, 2)})
+    base = str(journal.contents.bases[3].path)
+    assert find_source(tmp_path, state) == (None, base, range(4, 4))
+    with pytest.raises(CheckpointError, match="leads to version 4"):
+        find_source(tmp_path, state | {"learner": {"t": 4}})
