@@ -66,6 +66,8 @@ PRESETS: dict[str, Arch] = {
     "Qwen2.5-7B": _qwen25("Qwen2.5-7B", 3584, 18944, 28, 4, 152064),
     "27B": _qwen35_27b(),
 }
+#: Presets by their ids on the hub: the same numbers, and no network needed.
+_ON_HUB = {f"Qwen/{name}": name for name in PRESETS if name.startswith("Qwen")}
 
 
 def find(name: str) -> Arch:
@@ -73,6 +75,7 @@ def find(name: str) -> Arch:
 
     Only configurations are read, no weights. Raises `InputError` that says what could not be found.
     """
+    name = _ON_HUB.get(name, name)
     if name in PRESETS:
         return PRESETS[name]
     folder = Path(name)

@@ -90,6 +90,13 @@ def test_a_folder_and_the_shipped_policy_are_read(tmp_path) -> None:
     assert find("small").parameters == 801_664  # data/MANIFEST.json
 
 
+def test_the_hub_id_of_a_preset_needs_no_network(monkeypatch) -> None:
+    """README: `logra-lab plan Qwen/Qwen2.5-7B`, on a node that may have none."""
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    assert find("Qwen/Qwen2.5-7B") is PRESETS["Qwen2.5-7B"]
+    assert find("Qwen/Qwen2.5-1.5B") is PRESETS["Qwen2.5-1.5B"]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
