@@ -121,7 +121,10 @@ def _take(
         f"prompts ({len(exclude)} excluded); ask for at most {len(taken)} (a run's settings are "
         "train_problems and eval_problems), or widen the task"
         if taken
-        else f"task {spec!r}: the dataset is empty ({len(exclude)} prompts excluded)"
+        else f"task {spec!r}: all of its problems are held out ({len(exclude)} prompts excluded); "
+        "lower eval_problems, or let eval_task be another task"
+        if exclude
+        else f"task {spec!r}: the dataset is empty"
     )
 
 
