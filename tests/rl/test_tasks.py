@@ -242,7 +242,7 @@ def test_broken_and_empty_parquet_files(tmp_path):
 
 def test_excluding_everything_says_that_nothing_is_left():
     everything = {p.prompt for p in load_task(MATH, size=12)}
-    with pytest.raises(InputError, match="held out .12 prompts excluded.; lower eval_problems"):
+    with pytest.raises(InputError, match=r"held out .12 prompts excluded.; lower eval_problems"):
         load_task(MATH, size=1, exclude=everything)
 
 
