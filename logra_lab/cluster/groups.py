@@ -11,6 +11,7 @@ from logra_lab.errors import InputError
 from logra_lab.rl.config import TrainConfig
 from logra_lab.rl.policies import Policy, folder_policy, load_policy, on_gpu, policy_folder
 from logra_lab.rl.trainer import Trainer
+from logra_lab.sketch import find_targets
 
 
 def make(
@@ -30,8 +31,9 @@ def make(
             "trainers on Ray keep a journal, so that a run that loses one goes on from its last "
             "step: set journal_every to 1 or more (50, say)"
         )
-    # The engines' base, the trainers' weights on their way, and the base that becomes of them.
-    store = STORE_BYTES + 3 * 4 * outline.model.num_parameters()
+    # Of the trained matrices the engines' base, those on their way, and the base they become.
+    trained = find_targets(outline.model, config.targets).values()
+    store = STORE_BYTES + 3 * 4 * sum(module.weight.numel() for module in trained)
     cluster = stack.enter_context(start(config.ray_address, Needs.of(config), store_bytes=store))
     if not config.trainers:
         policy = on_gpu(load_policy(config.policy))

@@ -201,7 +201,7 @@ def _start_local(ray: Any, cpus: int, store_bytes: int) -> "subprocess.Popen[byt
         except ValueError as error:  # of the object store: more than /dev/shm, or than the memory
             raise InputError(
                 f"Ray does not start with an object store of {store_bytes / 1e9:.1f} GB, which "
-                f"holds the trained weights twice: {error!s:.300}"
+                f"holds the trained weights up to three times: {error!s:.300}"
             ) from error
         except Exception as error:  # Ray raises no narrower one
             if "timed out during startup" not in str(error):

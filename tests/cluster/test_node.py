@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,29 @@ def test_an_address_where_nobody_listens_is_refused_at_once_not_after_minutes(mo
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"no Ray cluster at '{address}'.*ray start --head"):
             start(address, Needs(engines=1))
+
+
+def test_the_store_has_room_for_three_copies_of_what_is_trained_and_not_of_embeddings(
+    tmp_path, monkeypatch
+):
+    """At 7B the embeddings three times are 13 GB, for which a container's /dev/shm is refused."""
+    pytest.importorskip("ray")
+    from logra_lab.cluster import groups
+    from logra_lab.rl.policies import load_policy
+
+    class Asked(Exception):
+        pass
+
+    def asked(*_, store_bytes):
+        raise Asked(store_bytes)
+
+    monkeypatch.setattr(groups, "start", asked)
+    config = make_config(policy="small", engine="hf", engines=1, trainers=1, journal_every=1)
+    with pytest.raises(Asked) as caught, ExitStack() as stack:
+        groups.make(config, None, tmp_path, stack)
+    layers = load_policy("small").model.model.layers
+    trained = sum(p.numel() for n, p in layers.named_parameters() if n.endswith("proj.weight"))
+    assert caught.value.args == ((512 << 20) + 3 * 4 * trained,)
 
 
 ATTACHED = """
