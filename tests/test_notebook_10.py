@@ -113,5 +113,5 @@ def test_the_bytes_of_each_phase_are_those_of_the_shapes(numbers: dict[str, Any]
     assert room["TMPDIR"] == pytest.approx(ENGINES * whole)
     # Two bases and three sets of shards while one is replaced, and a hundred updates.
     assert room["run folder"] == pytest.approx(5 * whole + 100 * update)
-    # The engines' base, one on its way, and the one it becomes; updates past that Ray spills to disk.
+    # The engines' base, one on its way, and the one it becomes; Ray spills what goes past that.
     assert room["object store"] == pytest.approx(3 * whole)
