@@ -98,8 +98,9 @@ def check_evaluated(run_dir: Path) -> None:
     else:
         return
     raise ExportRefused(
-        f"export: the record of {run_dir} {problem}; evaluate the policy as it is now on held-out "
-        "problems, add the result to the record (RunRecord.add_evaluation), then export"
+        f"export: the record of {run_dir} {problem}; go on to the run's end, which evaluates (the "
+        "train command again, with --resume), or evaluate the policy on held-out problems and add "
+        "the result to the record (RunRecord.add_evaluation), then export"
     )
 
 
