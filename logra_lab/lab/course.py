@@ -236,9 +236,12 @@ class _Progress:
 
     def _line(self) -> str:
         spent = time.monotonic() - self.since
-        left = sum(self.left.values()) - min(spent, self.left.get(self.name, 0.0))
+        own = self.left.get(self.name, 0.0)
+        left = f"about {spell(sum(self.left.values()) - min(spent, own))} left in all"
+        if spent > own + 1:
+            left = f"longer than {spell(own)} (a busy machine?); then {left}"
         where = f"cell {self.cell + 1} of {self.cells}" if self.cells else "starting"
-        return f"{self.name}: {where}, {spell(spent)} so far, about {spell(left)} left in all"
+        return f"{self.name}: {where}, {spell(spent)} so far, {left}"
 
     def _beat(self) -> None:
         while not self.stopped.wait(self.every_s):

@@ -59,7 +59,9 @@ class Look:
         if self.manifest is None:
             if self.alive:
                 return "starting: no record yet"
-            return "ended before its first record" if self.log else "nothing here yet"
+            if self.log:
+                return "ended before its first record"
+            return "nothing here yet" if self.folder.is_dir() else "there is no such folder yet"
         said = self.manifest["status"]
         if self.resuming:
             return f"starting again after {done}"

@@ -1,5 +1,6 @@
 """Field cases E1, E3, E5 and F1, the checks before anything runs, and Ctrl-C."""
 
+import io
 import json
 import os
 import signal
@@ -9,8 +10,10 @@ import time
 
 import nbformat
 import pytest
+from rich.console import Console
 
 from logra_lab.errors import InputError
+from logra_lab.lab.course import _Progress
 from logra_lab.lab.notebook import read_notebook
 from logra_lab.lab.render import write_html
 
@@ -216,6 +219,18 @@ def test_the_next_run_expects_what_the_last_one_took(course, make_book):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_notebook_past_its_time_is_said_to_be_late_and_not_to_be_done_soon(course, make_book):
+    course.write("01_one", make_book())
+    course.write("02_two", make_book())
+    progress = _Progress(course.plan(), Console(file=io.StringIO()))
+    progress.left = {"01_one": 20.0, "02_two": 40.0}
+    progress.name, progress.since = "01_one", time.monotonic() - 12
+    assert progress._line() == "01_one: starting, 12 s so far, about 48 s left in all"
+    progress.since -= 38
+    late = "longer than 20 s (a busy machine?); then about 40 s left in all"
+    assert progress._line() == f"01_one: starting, 50 s so far, {late}"
+
+
 def test_ctrl_c_ends_the_kernel_says_so_in_the_file_and_exits_130(course, make_book):
     pid_file = course.root / "pid"
     cell = (

@@ -189,6 +189,7 @@ def test_records_of_an_earlier_process_are_not_taken_for_those_of_the_one_that_r
 
 def test_before_the_first_record_the_log_is_all_there_is(tmp_path):
     assert said(tmp_path) == "nothing here yet"
+    assert said(tmp_path / "typo") == "there is no such folder yet"
     (tmp_path / LOG).write_text("starting 2 trainers\nlogra-lab: the cluster has 0 GPUs\n")
     assert said(tmp_path) == "ended before its first record"
     assert ("its log", "logra-lab: the cluster has 0 GPUs") in look(tmp_path).rows()
