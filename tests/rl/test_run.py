@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from logra_lab import kl
+from logra_lab import probe
 from logra_lab.errors import InputError
 from logra_lab.rl import ppo
 from logra_lab.rl.policies import make_policy
@@ -278,7 +278,7 @@ def no_tokens(run, patch):
 
 
 def unpredictable(run, patch):
-    patch.setattr(kl, "variance_kl", lambda z, *_: torch.full(z.shape[:1], torch.nan))
+    patch.setattr(probe, "variance_kl", lambda z, *_: torch.full(z.shape[:1], torch.nan))
 
 
 def judging(score):
