@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from logra_lab.errors import InputError
+
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -82,3 +84,14 @@ def sync_folder(folder: Path) -> None:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Raise `InputError` where a result could not be written to `path` (None and "-" are no file):
+    asked before the work is done, not after."""
+    if path is None or path == "-":
+        return
+    if Path(path).is_dir():
+        raise InputError(f"{option} {path}: this is a folder; name a file in it")
+    if not Path(path).resolve().parent.is_dir():
+        raise InputError(f"{option} {path}: its folder does not exist; make it first")

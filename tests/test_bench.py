@@ -51,6 +51,8 @@ def test_quick_probe_bench_writes_the_format_of_the_design(tmp_path):
 def test_json_in_a_missing_folder_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(InputError, match="folder does not exist"):
         bench.main("step", json_path=str(tmp_path / "no" / "x.json"), quick=True)
+    with pytest.raises(InputError, match="this is a folder"):
+        bench.main("step", json_path=str(tmp_path), quick=True)
 
 
 def closed_forms(sizes):

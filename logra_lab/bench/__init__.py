@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from logra_lab.errors import InputError
+from logra_lab.atomic import check_writable
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
@@ -63,8 +63,7 @@ def main(name: str, *, json_path: str | None, quick: bool) -> int:
 
     from logra_lab.rl.environment import hardware, versions
 
-    if json_path not in (None, "-") and not Path(json_path).resolve().parent.is_dir():
-        raise InputError(f"--json {json_path}: its folder does not exist; make it first")
+    check_writable("--json", json_path)
     figures: dict[str, Figure] = importlib.import_module(f"logra_lab.bench.{name}").run(quick)
     result = {
         "bench": name,

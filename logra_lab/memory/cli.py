@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from logra_lab.atomic import check_writable
 from logra_lab.errors import InputError
 from logra_lab.memory.arch import Arch
 from logra_lab.memory.cost import Cost
@@ -21,11 +22,7 @@ def main(model: str, setup: Setup, json_path: str | None) -> int:
 
     Raises `InputError` for an unknown model and for settings that do not fit it.
     """
-    if json_path not in (None, "-"):
-        if Path(json_path).is_dir():
-            raise InputError(f"--json {json_path}: this is a folder; name a file in it")
-        if not Path(json_path).resolve().parent.is_dir():
-            raise InputError(f"--json {json_path}: its folder does not exist; make it first")
+    check_writable("--json", json_path)
     arch = find(model)
     costs = {method: learn(arch, method, setup) for method in METHODS}
     engine = serve(arch, setup, follow=True)
